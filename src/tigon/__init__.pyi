@@ -47,8 +47,8 @@ from tigon.ops.poly_norm import poly_norm as poly_norm
 from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
 from tigon.ops.prefix_attention import prefix_attention as prefix_attention
 from tigon.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
-from tigon.ops.quantized_embedding import quantize_rows as quantize_rows
-from tigon.ops.quantized_embedding import quantized_embedding as quantized_embedding
+from tigon.ops.quantized_table import quantize_rows as quantize_rows
+from tigon.ops.quantized_table import quantized_embedding as quantized_embedding
 from tigon.ops.relu2 import relu2 as relu2
 from tigon.ops.rms_norm import rms_norm as rms_norm
 from tigon.ops.rope import Rope as Rope

@@ -125,7 +125,7 @@ def test_nested_tables_are_checked():
 
 def test_a_layer_that_was_never_quantised_is_refused():
     with pytest.raises(ValueError, match=r"quantised Params4bit of bitsandbytes, got Parameter \(2, 4\) without"):
-        tigon.FourBit.of(torch.nn.Parameter(torch.ones(2, 4)))
+        tigon.FourBit.from_parameter(torch.nn.Parameter(torch.ones(2, 4)))
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -139,4 +139,4 @@ def test_the_bits_of_bitsandbytes(quant_type, compressed, backend, device):
     if parameter.quant_state is None:
         parameter = parameter._quantize(device)
     want = bnb.functional.dequantize_4bit(parameter.data, parameter.quant_state)
-    assert torch.equal(tigon.dequantize_4bit(tigon.FourBit.of(parameter)), want)
+    assert torch.equal(tigon.dequantize_4bit(tigon.FourBit.from_parameter(parameter)), want)

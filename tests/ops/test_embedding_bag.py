@@ -8,7 +8,7 @@ from test_kernels_compile import compiled
 from tigon.kernels import HAS_TRITON, use_backend
 from tigon.ops.embedding import PIECE
 from tigon.ops.embedding_bag import embedding_bag, embedding_bag_reference
-from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
+from tigon.ops.quantized_table import quantize_rows, quantized_embedding
 
 FIRST = [0, 10, 15, 30]
 EVERY = pytest.mark.parametrize(

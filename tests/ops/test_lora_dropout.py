@@ -53,7 +53,7 @@ def test_the_kernels_drop_what_the_reference_drops(shape, p, triton_backend, dev
         expected = keep_mask(masks, i, rows, columns).float()
         assert torch.equal(t[:, i * columns : (i + 1) * columns], expected)
         assert torch.equal(da[i * rows : (i + 1) * rows], expected)
-        one = masks.of([i], 5)
+        one = masks.select([i], 5)
         dx = dropped_outer(torch.ones(rows, 1, device=device), x[:1], [1], one, torch.float32)
         assert torch.equal(dx, expected)
 
@@ -61,7 +61,7 @@ def test_the_kernels_drop_what_the_reference_drops(shape, p, triton_backend, dev
 def test_masks_of_tiles_are_those_of_the_whole(device):
     masks = masks_of(device, p=(0.3,))
     whole = keep_mask(masks, 0, 40, 20)
-    assert torch.equal(torch.cat([keep_mask(masks.of([0], row), 0, 10, 20) for row in range(0, 40, 10)]), whole)
+    assert torch.equal(torch.cat([keep_mask(masks.select([0], row), 0, 10, 20) for row in range(0, 40, 10)]), whole)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
@@ -205,7 +205,7 @@ def test_strided_rows_empty_inputs_and_many_rows(triton_backend, device):
         assert nothing.shape == f(*args, [4, 4], masks._replace(kernels=False), torch.float32).shape
     # Shares of the rows, which are summed afterwards, of which the last is short.
     x, u = torch.randn(1050, 24, device=device), torch.randn(1050, 4, device=device)
-    one = masks.of([0])
+    one = masks.select([0])
     got = dropped_gradient(u, x, [4], one, torch.float32)
     exact = dropped_gradient(u, x, [4], one._replace(kernels=False), torch.float32)
     torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from numerics import check
 
-from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding, quantized_embedding_reference
+from tigon.ops.quantized_table import quantize_rows, quantized_embedding, quantized_embedding_reference
 
 
 def widened(codes, scale_offset):

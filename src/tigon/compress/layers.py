@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tigon.compress.packing import GROUP, dequantize_groups, pack, quantize_groups, split_groups, unpack
 from tigon.kernels import use_triton
-from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
+from tigon.ops.quantized_table import quantize_rows, quantized_embedding
 
 
 class Packed(nn.Module):

@@ -15,6 +15,8 @@ arguments      checks callers' tensors, layers and keywords
 from tigon.kernels.arguments import Layer, check_no_shape, check_tensors, unknown_keyword, weight_and_bias
 from tigon.kernels.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.kernels.autograd import (
+    SymInt,
+    add_anchor,
     bind_apply,
     differentiable,
     differentiable_directly,
@@ -24,7 +26,7 @@ from tigon.kernels.autograd import (
     is_traced,
     launcher,
     load_tensors,
-    make_anchor,
+    make_function,
     run_once_differentiable,
     save_tensors,
 )
@@ -59,6 +61,8 @@ __all__ = [
     "Layer",
     "Parts",
     "Plan",
+    "SymInt",
+    "add_anchor",
     "autocast_as",
     "autocast_device",
     "autocast_dtype",
@@ -87,7 +91,7 @@ __all__ = [
     "launch",
     "launcher",
     "load_tensors",
-    "make_anchor",
+    "make_function",
     "memory_order",
     "multiprocessors",
     "next_power_of_2",

@@ -53,14 +53,46 @@ def is_graph_retained() -> bool:
     return True if keeps_graph is None else keeps_graph()
 
 
-def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+# The type of an integer argument that may be symbolic, such as a number of classes.
+SymInt = int
+
+_TYPES = {kind: kind for kind in ("Tensor", "int", "SymInt", "float", "bool", "str")} | {"torch.dtype": "ScalarType"}
+
+
+def _write_type(hint: str) -> str:
+    """An annotation in torch's schema language."""
+    if hint.endswith(" | None"):
+        return _write_type(hint.removesuffix(" | None")) + "?"
+    if hint.startswith("list["):
+        return _write_type(hint[5:-1]) + "[]"
+    if hint.startswith("tuple["):
+        return f"({', '.join(map(_write_type, hint[6:-1].split(', ')))})"
+    return _TYPES[hint]
+
+
+def _write_schema(fn: Callable[..., Any], rest: str, results: int) -> str:
+    """The schema of a function with annotated arguments: "(Tensor x, float eps) -> Tensor"."""
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    arguments = [f"{_write_type(fn.__annotations__[name])} {name}" for name in names]
+    defaults = fn.__defaults__ or ()
+    for i, value in enumerate(defaults, len(names) - len(defaults)):
+        arguments[i] += f"={value}"
+    returns = f"tuple[{', '.join(['Tensor'] * results)}]" if results else fn.__annotations__["return"]
+    return f"({', '.join([*arguments, rest] if rest else arguments)}) -> {_write_type(returns)}"
+
+
+def launcher(
+    fake: Callable[..., Any], schema: str | None = None, *, rest: str = "", results: int = 0
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Register a launch function as `torch.ops.tigon.<name>`: a direct call in eager mode, the op when traced.
 
     Args:
-        schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
         fake: same arguments; returns empty outputs with the right shape, dtype and strides.
+        schema: arguments and results in torch's schema language, by default from the function's annotations.
+        rest: the arguments behind `*args`, likewise: "bool mean, float scale".
+        results: the number of tensors that a function with results `tuple[Tensor, ...]` returns.
 
-    The first argument must be a tensor; its device becomes the current device. Keyword arguments are not in the
+    The first argument must be a tensor; its device becomes the current device. Keyword-only arguments are not in the
     schema: a call with keywords runs the function directly.
     """
 
@@ -75,7 +107,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
                     return fn(*args, **own)
             return fn(*args, **own)
 
-        _library.define(name + schema)
+        _library.define(name + (schema or _write_schema(fn, rest, results)))
         _library.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tigon::{name}", fake, lib=_library)
         op = getattr(torch.ops.tigon, name).default
@@ -90,8 +122,10 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
     return register
 
 
-def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
-    """Run backward and return the gradients. With `create_graph`, differentiating them again raises.
+def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    """Run backward and return a gradient for each input. With `create_graph`, differentiating them again raises.
+
+    backward: (ctx, *gradients) → gradients for the first inputs. Not called without any upstream gradient.
 
     The recorded graph leads from each gradient to the operator's inputs and to the upstream gradients.
     `torch.autograd.grad(…, w)` prunes paths that do not lead to w. If no path led to w, the error would be pruned
@@ -99,8 +133,14 @@ def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: 
     the upstream gradient does not require grad, as for a plain sum.
     Without `create_graph` this is free. Saved tensors lead to the inputs.
     """
+    count = len(ctx.needs_input_grad)
+    if gradients[0] is None and _are_none(gradients):
+        if getattr(ctx, "saved_by", None) is not None:
+            load_tensors(ctx)  # releases the tensors that a checkpoint's hooks have packed
+        return (None,) * count
     if not torch.is_grad_enabled():
-        return backward(ctx, *gradients)
+        found = backward(ctx, *gradients)
+        return (*found, *(None,) * (count - len(found)))
     unpacked = _Unpacked(ctx)
     with torch.no_grad():
         found = backward(unpacked, *gradients)
@@ -108,17 +148,23 @@ def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: 
     given = [g for g in found if g is not None]
     # The gradients are leaves too: if there is no other path, `.backward()` still reaches the error.
     refused = iter(_Refused.apply(len(given), *(g.detach().requires_grad_() for g in given), *ways) if given else ())
-    return tuple(g if g is None else next(refused) for g in found)
+    return (*(g if g is None else next(refused) for g in found), *(None,) * (count - len(found)))
 
 
-def make_anchor(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """In forward: return an empty output to save, where no other saved tensor leads to the inputs.
+def _are_none(gradients: tuple[Any, ...]) -> bool:
+    return all(g is None for g in gradients)
+
+
+def add_anchor(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """In forward: return and save an empty output, where no saved tensor leads to the inputs in `unsaved`.
 
     A saved input leads to itself, and leaves are found through the graph. The operator's result would also lead to
     the inputs, but users write `loss += penalty`, and saved tensors must not be modified in place.
     """
     if any(ctx.needs_input_grad[i] and not args[i].is_leaf for i in unsaved):
-        return (args[unsaved[0]].new_empty(0),)
+        anchor = args[unsaved[0]].new_empty(0)
+        ctx.save_for_backward(*(ctx.to_save or ()), anchor)
+        return (anchor,)
     return ()
 
 
@@ -209,6 +255,18 @@ def bind_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+def make_function(forward: Callable[..., Any], backward: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """The `apply` of a Function. forward: (ctx, *inputs) → results; backward: see `run_once_differentiable`."""
+
+    def run_backward(ctx: Any, *gradients: Any) -> Any:
+        return run_once_differentiable(backward, ctx, *gradients)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(run_backward)}
+    # The graph node's name, shown by profilers and grad_fn: RmsNormBackward.
+    name = (name or forward.__name__).removesuffix("_fwd").removesuffix("_launch")
+    return bind_apply(type("".join(map(str.title, name.split("_"))), (torch.autograd.Function,), methods))
+
+
 @overload
 def differentiable(
     launch: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any], *,
@@ -244,55 +302,53 @@ def differentiable(
         launch: a function made by `@launcher`. The first `outputs` results are the operator's; the others are for the
             backward pass.
         setup_context: (ctx, inputs, output) → None; saves tensors for the backward pass.
-        backward: (ctx, *gradients) → a gradient, or None, for each input. Gradients may be None.
+        backward: (ctx, *gradients) → gradients, or None, for the first inputs. Not all upstream gradients are None.
         unsaved: positions of differentiable inputs that setup_context does not save. An extra tensor may then follow
-            the gradients and the saved tensors; backward ignores it: see `make_anchor`.
+            the gradients and the saved tensors; backward ignores it: see `add_anchor`.
 
     Eager mode uses an `autograd.Function` around the direct launch. torch.compile uses the op, with the same two
     functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects an input that is
     passed twice, and fails on a float option made symbolic (torch 2.13, dynamic=True).
     """
     op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
+    has_lists = "Tensor[]" in str(op._schema).partition("->")[0]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A missing upstream gradient stays None: a zero tensor would cost a pass over its memory.
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 
+    def traced_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        # torch.library wants a gradient for each tensor in a list, which only the operator can give.
+        found = () if _are_none(gradients) and not has_lists else backward(ctx, *gradients)
+        return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
+
     def visible(result: Any) -> Any:
         if not isinstance(result, (tuple, list)):
             return result
         return result[0] if outputs == 1 else tuple(result[:outputs])
 
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            result = op(*args) if type(args[0]) not in _PLAIN or _is_recorded() else direct(*args)
-            ctx.set_materialize_grads(False)
-            ctx.hides = True  # results beyond `outputs`: only the backward pass sees them
-            setup_context(ctx, args, result)
-            way = make_anchor(ctx, args, unsaved) if unsaved else ()
-            if not way:
-                return visible(result)
-            ctx.save_for_backward(*ctx.to_save, *way)
-            return (*(result[:outputs] if isinstance(result, (tuple, list)) else (result,)), *way)
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = op(*args) if type(args[0]) not in _PLAIN or _is_recorded() else direct(*args)
+        ctx.set_materialize_grads(False)
+        ctx.hides = True  # results beyond `outputs`: only the backward pass sees them
+        setup_context(ctx, args, result)
+        anchor = add_anchor(ctx, args, unsaved) if unsaved else ()
+        if not anchor:
+            return visible(result)
+        return (*(result[:outputs] if isinstance(result, (tuple, list)) else (result,)), *anchor)
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return run_once_differentiable(backward, ctx, *gradients)
-
-    _name(Eager, launch)
-    torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
-    eager = bind_apply(Eager)
+    eager = make_function(forward, backward, launch.__name__)
+    torch.library.register_autograd(op, traced_backward, setup_context=setup, lib=_library)
 
     def apply(*args: Any) -> Any:
         return visible(op(*args)) if torch.compiler.is_compiling() else eager(*args)
 
-    def apply_without_way(*args: Any) -> Any:
+    def apply_without_anchor(*args: Any) -> Any:
         result = apply(*args)
         return visible(result) if isinstance(result, tuple) else result
 
-    return apply_without_way if unsaved else apply
+    return apply_without_anchor if unsaved else apply
 
 
 def differentiable_directly(
@@ -308,32 +364,18 @@ def differentiable_directly(
     own: the launch function's keyword arguments; `ctx.own` in setup_context and backward.
     """
 
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            *args, own = given
-            result = launch(*args, **own)
-            ctx.set_materialize_grads(False)
-            ctx.hides, ctx.own = True, own
-            setup_context(ctx, tuple(args), result)
-            way = make_anchor(ctx, args, unsaved)
-            ctx.save_for_backward(*ctx.to_save, *way)
-            return (*result[:outputs], *way)
+    def forward(ctx: Any, *given: Any) -> Any:
+        *args, own = given
+        result = launch(*args, **own)
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.own = True, own
+        setup_context(ctx, tuple(args), result)
+        return (*result[:outputs], *add_anchor(ctx, args, unsaved))
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return *run_once_differentiable(backward, ctx, *gradients), None
+    direct = make_function(forward, backward, launch.__name__)
 
     def apply(*given: Any) -> Any:
-        result = Direct.apply(*given)
+        result = direct(*given)
         return result[0] if outputs == 1 else result[:outputs]
 
-    _name(Direct, launch)
     return apply
-
-
-def _name(function: Any, launch: Callable[..., Any]) -> None:
-    """Set the graph node's name, shown by profilers and grad_fn: RmsNormBackward."""
-    name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
-    function.__name__ = function.__qualname__ = "".join(part.title() for part in name.split("_"))
-    function._backward_cls.__name__ = f"{function.__name__}Backward"

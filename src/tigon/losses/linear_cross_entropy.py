@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import make_anchor, run_once_differentiable
+from tigon.kernels import add_anchor, run_once_differentiable
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count, to_scalar
 from tigon.losses.head.head import Head, Projection
@@ -340,9 +340,8 @@ class _IntoMainGrad(torch.autograd.Function):
         _walk(chunks, losses, factor, Gradients(chunks, dx, [main_grad], db, add=True), options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()
-        way = make_anchor(ctx, (x, weight, bias), (0, 1, 2))
-        ctx.save_for_backward(dx, db, upstream, *way)
-        return total if inverse is None else total * inverse, *way
+        ctx.save_for_backward(dx, db, upstream)
+        return total if inverse is None else total * inverse, *add_anchor(ctx, (x, weight, bias), (0, 1, 2))
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:

@@ -136,7 +136,7 @@ class LossOperator:
 
         run.__name__ = run.__qualname__ = name
         schema = f"({given}, {LISTS}) -> ({', '.join(['Tensor'] * results)})"
-        self.launch = launcher(schema, run_fake)(run)
+        self.launch = launcher(run_fake, schema)(run)
 
     def join(self, tensors: Any, options: Any) -> tuple[Any, ...]:
         """The arguments for a launch. Without a schema the options remain an object, which costs no time."""

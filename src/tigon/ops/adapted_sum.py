@@ -26,7 +26,6 @@ def adapted_sum(residual: Tensor, y: Tensor, t: Tensor, b: Tensor, scale: float)
     M, N = y.shape
     if y.numel():
         rank, residual = t.shape[1], residual.contiguous()
-        # Columns of t and b must be contiguous; a slice of a wider t is read in place.
         t, b = (f if f.stride(1) == 1 or rank == 1 else f.contiguous() for f in (t, b))
 
         def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
@@ -68,7 +67,6 @@ def _adapted_sum_kernel(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     # int64: row · N reaches 2**31 at 512k tokens with width 4096.
     at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    # Loaded before the products, which then run while both loads are in flight.
     y = tl.load(y_ptr + at, mask=mask, other=0.0)
     r = tl.load(r_ptr + at, mask=mask, other=0.0)
     part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

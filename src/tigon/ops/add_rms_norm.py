@@ -87,10 +87,7 @@ def _add_rms_norm_fwd_fake(
     return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
 
 
-@launcher(
-    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor, Tensor)",
-    _add_rms_norm_fwd_fake,
-)
+@launcher(_add_rms_norm_fwd_fake)
 def _add_rms_norm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,21 +101,18 @@ def _add_rms_norm_fwd(
 
 def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *ctx.options = inputs
-    # Save the sum only: x and residual enter the gradient through the sum, and only their dtypes are needed.
     ctx.save_for_backward(output[1], weight, output[2])
     ctx.dtypes = x.dtype, residual.dtype
 
 
 def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     need_x, need_r, need_dw, *_ = ctx.needs_input_grad
-    # If the norm was not used, the sum's gradient passes through unchanged.
     d, dw = ds, None
     if dy is not None:
         d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)
-    # x and residual both enter the sum with slope 1, so a single gradient serves both.
     dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
     dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
-    return dx, dresidual, dw if need_dw else None, None, None, None
+    return dx, dresidual, dw if need_dw else None
 
 
 _add_rms_norm = differentiable(_add_rms_norm_fwd, _add_setup_context, _add_backward, outputs=2)

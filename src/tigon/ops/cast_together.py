@@ -24,9 +24,7 @@ BLOCK = 2048
 
 @jit
 def _cast_part(out_ptr, ptr, block, blocks, count, at, BLOCK: tl.constexpr):
-    # In each program a single call of the eight has work. The branch is uniform, so no warp diverges.
     if (block >= 0) & (block < blocks):
-        # int64: the joined factors, or a single tensor, may exceed 2**31 elements.
         i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(out_ptr + at + i, tl.load(ptr + i, mask=i < count).to(out_ptr.dtype.element_ty), mask=i < count)
 
@@ -69,7 +67,6 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return (numel,): all tensors' elements in order, in the given dtype. No gradient."""
     sizes = [t.numel() for t in tensors]
     out = tensors[0].new_empty(sum(sizes), dtype=dtype)
-    # copy_ gives the same bits; the launch is only faster.
     if not use_triton(*tensors):
         for part, t in zip(out.split(sizes), tensors, strict=True):
             part.copy_(t.reshape(-1))

@@ -68,12 +68,11 @@ class FourBit:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a plain tensor with the given dtype."""
-        # Dequantize in the quantized weight's dtype, then cast: bitsandbytes multiplies by the same numbers.
         w = dequantize_4bit(self)
         return w if w.dtype == dtype else w.to(dtype)
 
     @classmethod
-    def of(cls, weight: Any) -> FourBit:
+    def from_parameter(cls, weight: Any) -> FourBit:
         """Wrap the weight of a bitsandbytes 4-bit layer, a `Params4bit`, without copying.
 
         Raises: ValueError if the weight has no `quant_state` yet: bitsandbytes quantizes when the layer is moved to a
@@ -90,7 +89,6 @@ class FourBit:
             # bitsandbytes' state2 is the second quantization; state2.absmax are the scales for blocks of maxima.
             second = state.state2
             nested = NestedAbsmax(second.code, second.absmax, state.offset, second.blocksize)
-        # A Parameter's .data is a plain tensor on the same memory. The weight is frozen, so no gradient is lost.
         packed = weight.data if isinstance(weight, torch.nn.Parameter) else weight
         return cls(packed, state.absmax, state.code, tuple(state.shape), state.dtype, state.blocksize, nested)
 
@@ -103,15 +101,15 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
     Returns: weight.shape in weight.dtype; bitwise equal to bitsandbytes on the same device.
     Raises: nothing; `FourBit` validates when constructed.
 
-    With `FourBit.of(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. The code below is for unquantized
-    maxima.
+    With `FourBit.from_parameter(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. The code below is for
+    unquantized maxima.
+
 
     Replaces::
 
         codes = torch.stack((packed >> 4, packed & 15), -1).view(-1).long()
         w = (table[codes] * absmax.repeat_interleave(blocksize)).to(torch.bfloat16).view(shape)
     """
-    # use_triton expects float tensors: the table is on the same device.
     if not use_triton(weight.table):
         return dequantize_4bit_reference(weight)
     nested = weight.nested
@@ -135,10 +133,8 @@ def dequantize_4bit_reference(weight: FourBit) -> Tensor:
     codes = torch.stack((packed >> 4, packed & 15), -1).view(-1)[:numel]
     absmax, nested = weight.absmax.reshape(-1), weight.nested
     if nested is not None:
-        # Two roundings, product and sum, as in bitsandbytes.
         scale = nested.scale.repeat_interleave(nested.blocksize)[: absmax.numel()]
         absmax = nested.table[absmax.long()] * scale + nested.offset
-    # An fp32 product, then a rounding to the weight's dtype: bitsandbytes' order.
     values = weight.table[codes.long()] * absmax.repeat_interleave(weight.blocksize)[:numel]
     return values.to(weight.dtype).view(weight.shape)
 
@@ -208,7 +204,6 @@ def _dequantize_4bit_kernel(
     # arithmetic on int32; `& 15` removes the sign bits.
     code = (q[:, None] >> (i // 2 * 8 + 4 - i % 2 * 4)[None, :]) & 15
     w = tl.load(table_ptr + code) * absmax[:, None]
-    # int64, as word is: stacked expert weights may exceed 2**31 elements.
     element = (word * CODES)[:, None] + i[None, :]
     # With CODES = 2 the last byte may hold a single code. A mask per element would narrow the word stores.
     kept = element < numel if CODES == 2 else mask[:, None]
@@ -220,17 +215,12 @@ def _dequantize_4bit_kernel(
 
 def _dequantize_4bit_fake(
     table: Tensor, packed: Tensor, absmax: Tensor, nested_table: Tensor | None, nested_scale: Tensor | None,
-    offset: Tensor | None, shape: list[int], dtype: torch.dtype, blocksize: int, nested_blocksize: int,
+    offset: Tensor | None, shape: list[int], dtype: torch.dtype, *_: Any,
 ) -> Tensor:  # fmt: skip
-    # The table is the first tensor, which determines `launcher`'s device.
     return table.new_empty(shape, dtype=dtype)
 
 
-@launcher(
-    "(Tensor table, Tensor packed, Tensor absmax, Tensor? nested_table, Tensor? nested_scale, Tensor? offset,"
-    " int[] shape, ScalarType dtype, int blocksize, int nested_blocksize) -> Tensor",
-    _dequantize_4bit_fake,
-)
+@launcher(_dequantize_4bit_fake)
 def _dequantize_4bit(
     table: Tensor, packed: Tensor, absmax: Tensor, nested_table: Tensor | None, nested_scale: Tensor | None,
     offset: Tensor | None, shape: list[int], dtype: torch.dtype, blocksize: int, nested_blocksize: int,
@@ -242,7 +232,6 @@ def _dequantize_4bit(
     packed = packed.reshape(-1).view(torch.uint8)
     # 32-bit loads need 4-byte alignment, which views into a larger buffer may lack.
     codes = 8 if numel % 8 == 0 and not packed.data_ptr() & 3 else 2
-    # Little-endian, as the kernel's shifts expect.
     if codes == 8:
         packed = packed.view(torch.int32)
     tensors = packed, absmax, table, nested_table, nested_scale, offset, w
@@ -252,7 +241,6 @@ def _dequantize_4bit(
         # as in bitsandbytes' two launches.
         block, warps = 256, 2
         words = cdiv(numel, codes)
-        # The key records absent nested tensors, which compile another kernel.
         arguments = (numel, words, blocksize, nested_blocksize, codes, block)
         return cdiv(words, block), arguments, {"num_warps": warps, "enable_fp_fusion": False}
 

@@ -130,7 +130,6 @@ def _dyt_bwd_kernel(
     for tile in tl.range(part, tl.cdiv(M, BLOCK_M), P, num_stages=STAGES):
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (rows < M)[:, None] & col_mask[None, :]
-        # Masked elements are 0 in x and dy, and add 0 to every sum.
         x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         t, slope = tanh(x * alpha)
@@ -151,13 +150,11 @@ def _dyt_bwd_kernel(
     if DW:
         tl.store(partial_ptr + sums, tl.sum(dw, 0), mask=col_mask)
     if DB:
-        # With P = 1, db goes to db_ptr if both are wanted.
         db_ptrs = partial_ptr + N * DW + sums if db_ptr is None else db_ptr + cols
         tl.store(db_ptrs, tl.sum(db, 0), mask=col_mask)
     if dalpha_ptr is not None:
         by_column = tl.sum(da, 0)
         if w_ptr is not None:
-            # dα = Σ w · Σ_rows slope · x: a multiplication per column, not per element.
             by_column *= w
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(by_column, 0))
 
@@ -183,7 +180,6 @@ def _fwd_tile(m: int, n: int, device: torch.device) -> tuple[int, int, int]:
     if cdiv(m, 4096 // block_n) * cdiv(n, block_n) < multiprocessors(device):
         block_n = min(block_n, 256)
         return 1, block_n, max(1, block_n // 128)
-    # 4096 elements on 128 threads: four 16-byte loads per thread for 16-bit dtypes.
     return 4096 // block_n, block_n, 4
 
 
@@ -210,12 +206,11 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     return 2, block_n, warps, stages, resident
 
 
-def _dyt_fwd_fake(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    # Dense for any strides of x.
+def _dyt_fwd_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x, Tensor alpha, Tensor? weight, Tensor? bias) -> Tensor", _dyt_fwd_fake)
+@launcher(_dyt_fwd_fake)
 def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     y = _dyt_fwd_fake(x, alpha, weight, bias)
     if y.numel() == 0:
@@ -230,7 +225,6 @@ def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | Non
         return programs, (M, N, stride, block_m, block_n), {"num_warps": warps}
 
     weight, bias = _dense(weight), _dense(bias)
-    # alpha's value is not in the key: the kernel loads alpha.
     key = (M, N, stride, x.dtype, alpha.dtype, _dtype(weight), _dtype(bias))
     launch(_dyt_fwd_kernel, key, (x, alpha, weight, bias, y), plan)
     return y
@@ -257,11 +251,7 @@ def _dyt_bwd_fake(
     )
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor alpha, Tensor? weight, ScalarType? bias_dtype, bool need_dx, bool need_dalpha,"
-    " bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor)",
-    _dyt_bwd_fake,
-)
+@launcher(_dyt_bwd_fake)
 def _dyt_bwd(
     dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None, need_dx: bool,
     need_dalpha: bool, need_dw: bool, need_db: bool,
@@ -276,7 +266,6 @@ def _dyt_bwd(
     strides = dy.stride(0), x.stride(0)
     block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device)
     columns = cdiv(N, block_n)
-    # Fill the device with programs, split over the column blocks; more parts would only add partial sums.
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
     partial, second = shares(parts, *sums) if sums else (None, None)
@@ -307,13 +296,10 @@ def _dyt_bwd(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, alpha, weight, bias = inputs
     ctx.bias_dtype = _dtype(bias)
-    # The backward pass recomputes tanh(α x), which saves a tensor of x's size.
     ctx.save_for_backward(x, alpha, weight)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
     needs = ctx.needs_input_grad
     grads = _dyt_bwd(dy, *ctx.saved_tensors, ctx.bias_dtype, *needs)
     return tuple([g if needed else None for g, needed in zip(grads, needs, strict=True)])

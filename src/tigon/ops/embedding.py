@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tigon.kernels import (
     Plan,
+    SymInt,
     cdiv,
     check_tensors,
     differentiable,
@@ -74,7 +75,6 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
         wrong = (ids < 0) | (ids >= V)
         if wrong.any():
             raise ValueError(f"embedding: input must lie in [0, {V}), got {int(ids[wrong].flatten()[0])}.")
-    # Ids may have any integer dtype: only the weight selects the backend.
     if not use_triton(weight):
         return embedding_reference(input, weight, padding_idx=padding_idx)
     return _embedding(weight, input, -1 if padding_idx is None else padding_idx % V)
@@ -103,7 +103,6 @@ def _embedding_fwd_kernel(
     mask = (rows < M)[:, None] & (cols < H)[None, :]
     ids = tl.load(ids_ptr + rows, mask=rows < M, other=0).to(tl.int64)
     known = (ids >= 0) & (ids < V)
-    # int64, as ids is: V · H exceeds 2**31 for 128k ids with width 16384.
     w_ptr += ids[:, None] * stride_w + cols[None, :]
     w = tl.load(w_ptr, mask=mask & known[:, None], other=float("nan"))
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], w, mask=mask)
@@ -141,7 +140,6 @@ def _embedding_rank_kernel(
             before += (others < keys[:, None] + (other[None, :] < at[:, None]).to(tl.int32)).to(tl.int32)
         else:
             before += (others < (keys + (start < first).to(tl.int32))[:, None]).to(tl.int32)
-    # Positions are distinct, so no two threads store to the same address.
     place = tl.sum(before, 1)
     tl.store(keys_ptr + place, keys, mask=at < M)
     tl.store(order_ptr + place, at.to(tl.int64), mask=at < M)
@@ -156,7 +154,6 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + M
-    # Fixed step count: an early exit would wait for the slowest lane anyway.
     for _ in range(STEPS):
         # low + high would exceed 2³¹ at 2³⁰ keys.
         middle = low + (high - low) // 2
@@ -170,7 +167,6 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
 @jit
 def _upstream(dy_ptr, bag_ptr, scale_ptr, tokens, inside, cols, mask, stride_dy, L, BY_BAG: tl.constexpr):
     """Load the tokens' gradients in fp32: their bags' gradients, times a factor per token or per bag."""
-    # Bags with L tokens, or ragged bags given by bag_ptr. `embedding` has L = 1: each token is a bag.
     if bag_ptr is None:
         rows = tokens // L
     else:
@@ -228,7 +224,6 @@ def _embedding_pieces_kernel(
                 order_ptr, dy_ptr, bag_ptr, scale_ptr, start, last, cols, mask, stride_dy, L, BY_BAG, BLOCK_M, BLOCK_N
             )
             tl.store(out_ptr, total, mask=mask)
-    # A run that fills the piece is already summed above.
     if (tail < V) & (tail != head):
         first = tl.load(starts_ptr + tail)
         if tl.load(starts_ptr + tail + 1) - first > PIECE:
@@ -252,13 +247,11 @@ def _embedding_long_kernel(
     piece = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < H
-    # A long run extends beyond the piece where it starts: it is the run at that piece's end.
     row = tl.load(keys_ptr + tl.minimum((piece + 1) * PIECE, M) - 1)
     if row < V:
         first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         if (first >= piece * PIECE) & (last - first > PIECE):
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            # End of the range: one past the run's last piece.
             pieces = (last - 1) // PIECE + 1
             for start in range(piece, pieces, BLOCK_M):
                 at = start + tl.arange(0, BLOCK_M)
@@ -300,14 +293,12 @@ def _embedding_bwd_kernel(
 
 def _fwd_tile(H: int) -> tuple[int, int, int]:
     """Return rows, columns and warps."""
-    # Two 16-byte loads of 16-bit elements per thread: narrow rows share a program.
     block_n = min(1024, next_power_of_2(H))
     return 2048 // block_n, block_n, 4
 
 
 def _bwd_tile(H: int) -> tuple[int, int, int]:
     """Return weight rows, columns and warps."""
-    # Wider than in the forward pass: many dW rows are zeros, stored without loads.
     block_n = min(2048, next_power_of_2(H))
     return max(1, 2048 // block_n), block_n, 4
 
@@ -325,15 +316,14 @@ def _piece_tile(H: int) -> tuple[int, int, int]:
     return 8, block_n, 4
 
 
-def _embedding_fwd_fake(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+def _embedding_fwd_fake(weight: Tensor, ids: Tensor, *_: Any) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-@launcher("(Tensor weight, Tensor ids, int padding_idx) -> Tensor", _embedding_fwd_fake)
+@launcher(_embedding_fwd_fake)
 def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     y = _embedding_fwd_fake(weight, ids, padding_idx)
     if y.numel():
-        # A sliced weight keeps its row stride; only the ids must be dense.
         w, ids = view_rows(weight), ids.contiguous()
         M, (V, H), stride = ids.numel(), w.shape, w.stride(0)
 
@@ -368,12 +358,12 @@ def sorted_ids(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
     return torch.sort(keys, stable=True)
 
 
-def _embedding_bwd_fake(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> Tensor:
+def _embedding_bwd_fake(dy: Tensor, ids: Tensor, classes: int, *_: Any) -> Tensor:
     return dy.new_empty((classes, dy.shape[-1]))
 
 
-@launcher("(Tensor dy, Tensor ids, SymInt classes, int padding_idx) -> Tensor", _embedding_bwd_fake)
-def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> Tensor:
+@launcher(_embedding_bwd_fake)
+def _embedding_bwd(dy: Tensor, ids: Tensor, classes: SymInt, padding_idx: int) -> Tensor:
     dw = _embedding_bwd_fake(dy, ids, classes, padding_idx)
     if not dw.numel() or not ids.numel():
         return dw.zero_()
@@ -387,7 +377,6 @@ def sum_by_id(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor, **bags: Any
     if ids.numel() <= SORTED:
         sums_of_runs(dy, *sorted_ids(ids, classes, padding_idx), dw, **bags)
         return
-    # Split the tokens: partial sums are added in order, in fp32, and rounded once.
     total = torch.zeros_like(dw, dtype=torch.float32)
     for part, some in enumerate(ids.split(SORTED)):
         keys, order = sorted_ids(some, classes, padding_idx)
@@ -427,11 +416,9 @@ def sums_of_runs(
         grid = cdiv(V, block_m) * cdiv(H, block_n)
         return grid, (V, H, stride, length, by_bag, PIECE, block_m, block_n), {"num_warps": warps}
 
-    # V rows regardless of M: every dW row must be written, including zeros.
     launch(_embedding_bwd_kernel, key, (dy, order, starts, dw, bag, scale), plan)
     if M > PIECE:  # otherwise no run is long
         pieces = cdiv(M, PIECE)
-        # No memset: the same run-length test guards writes and reads of a slot.
         partial = dy.new_empty((pieces, 2, H), dtype=torch.float32)
         block_m, block_n, warps = _piece_tile(H)
         grid, tile, options = pieces * cdiv(H, block_n), (PIECE, block_m, block_n), {"num_warps": warps}
@@ -452,11 +439,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(ids)
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    dw = None
-    if dy is not None and ctx.needs_input_grad[0]:
-        dw = _embedding_bwd(dy, *ctx.saved_tensors, ctx.classes, ctx.padding_idx)
-    return dw, None, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
+    return (_embedding_bwd(dy, *ctx.saved_tensors, ctx.classes, ctx.padding_idx),)
 
 
 _embedding = differentiable(_embedding_fwd, _setup_context, _backward)

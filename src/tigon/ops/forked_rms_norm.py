@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tigon.kernels import bind_apply, is_traced, run_once_differentiable, use_triton
+from tigon.kernels import is_traced, make_function, use_triton
 from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, default_eps, rms_norm
 
 
@@ -31,31 +30,21 @@ def forked_rms_norm(
     return result
 
 
-class _Forked(torch.autograd.Function):
-    """Map x, weight to rms_norm(x), x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
-    ) -> tuple[Tensor, Tensor]:
-        y, rstd = _rms_norm_fwd.direct(x, weight, eps, offset, cast)  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.options = True, (eps, offset, cast)
-        ctx.save_for_backward(x, weight, rstd)
-        # A returned input becomes a view whose gradient arrives here; no memory is copied.
-        return y, x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_forked_backward, ctx, *gradients)
+def _forked_fwd(ctx: Any, x: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    y, rstd = _rms_norm_fwd.direct(x, weight, *options)  # type: ignore[attr-defined]
+    ctx.set_materialize_grads(False)
+    ctx.options = options
+    ctx.save_for_backward(x, weight, rstd)
+    # A returned input becomes a view whose gradient arrives here; no memory is copied.
+    return y, x
 
 
-def _forked_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+def _forked_bwd(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, *_ = ctx.needs_input_grad
     if dy is None:  # norm unused: the stream's gradient passes through
-        return ds, None, None, None, None
+        return (ds,)
     dx, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None, None
+    return dx if need_dx else None, dw if need_dw else None
 
 
-_forked = bind_apply(_Forked)
+_forked = make_function(_forked_fwd, _forked_bwd)

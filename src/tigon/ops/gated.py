@@ -53,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1
 
         y = F.silu(gate * gate_multiplier) * up * multiplier
     """
-    return _checked("swiglu", gate, up, "silu", gate_multiplier, multiplier)
+    return _run("swiglu", gate, up, "silu", gate_multiplier, multiplier)
 
 
 def geglu(
@@ -78,7 +78,7 @@ def geglu(
     """
     if approximate not in GELU:
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
-    return _checked("geglu", gate, up, GELU[approximate], gate_multiplier, multiplier)
+    return _run("geglu", gate, up, GELU[approximate], gate_multiplier, multiplier)
 
 
 def reglu(
@@ -105,7 +105,7 @@ def reglu(
 
         y = F.relu(gate).square() * up
     """
-    return _checked("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
+    return _run("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
 
 
 def gated_unit(
@@ -123,10 +123,10 @@ def gated_unit(
 
         y = F.silu(gate) * up
     """
-    return _checked("gated_unit", gate, up, checked_act("gated_unit", act), gate_multiplier, multiplier)
+    return _run("gated_unit", gate, up, checked_act("gated_unit", act), gate_multiplier, multiplier)
 
 
-def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
+def _run(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     if not gate.dtype.is_floating_point:
         raise ValueError(f"{name}: gate must have a float dtype, got {gate.dtype}.")
     if up is None:
@@ -160,7 +160,6 @@ def gated_reference(
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     acc = torch.promote_types(gate.dtype, torch.float32)
-    # Skip a multiplier of 1: the multiplication would allocate, and autograd would save, another tensor of gate's size.
     g = gate.to(acc)
     y = ACTS[act].value(g if gate_multiplier == 1.0 else g * gate_multiplier) * up.to(acc)
     return (y if multiplier == 1.0 else y * multiplier).to(gate.dtype).contiguous()
@@ -185,11 +184,9 @@ def _gated_fwd_kernel(
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # int64: a single row may exceed 2**31 elements.
     width = N * tl.full((), UNIT, tl.int64)
     mask = cols < width
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
-    # In fp32: Falcon-H1's own code rounds this product to gate's dtype.
     if gate_multiplier is not None:
         g = g * gate_multiplier
     y, _ = ACT(g)
@@ -214,7 +211,6 @@ def _gated_bwd_kernel(
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
-    # int64: a single row may exceed 2**31 elements.
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width = N * tl.full((), UNIT, tl.int64)
     mask = cols < width
@@ -258,7 +254,6 @@ def _tile(act: str, m: int, n: int, device: torch.device) -> tuple[int, int]:
     # At least 256 elements: 8 per thread in a warp, a 16-byte load for 16-bit dtypes. Narrow strided rows get a block
     # of their own width, down to 256.
     block = min(1024, max(256, next_power_of_2(n)))
-    # 16 elements per thread instead of 8: independent instruction chains overlap.
     return block, max(1, block // (512 if ACTS[act].slow else 256))
 
 
@@ -269,15 +264,13 @@ def laid_out(
 
     `tensors[0]` is never None. Absent tensors have stride None, which also distinguishes them in the cache key.
     """
-    # A single long row has no padding at row ends, and needs no division by the width.
     if not packed and all(t is None or t.is_contiguous() for t in tensors):
         return 1, tensors[0].numel(), tuple([None if t is None else 0 for t in tensors]), tensors  # type: ignore[union-attr]
-    # View as (M, N) with a row stride; copied only if there is no such stride.
     tensors = tuple([None if t is None else view_rows(t) for t in tensors])
     return tensors[0].shape[0], N, tuple([None if t is None else t.stride(0) for t in tensors]), tensors  # type: ignore[union-attr]
 
 
-def unit_of(N: int, strides: tuple[int | None, ...]) -> int:
+def choose_unit(N: int, strides: tuple[int | None, ...]) -> int:
     """Return the elements per unit of N and the strides: 8 if all are multiples of 8 but not all of 16, else 1."""
     return 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
 
@@ -290,9 +283,8 @@ def launch_gated(
     M, N, strides, tensors = laid_out(tensors, N, packed)
 
     def plan() -> Plan:
-        unit = unit_of(N, strides)
+        unit = choose_unit(N, strides)
         block, warps = _tile(act, M, N, tensors[0].device)  # type: ignore[union-attr]
-        # None is a compile-time constant: without multipliers the kernel contains no multiplication.
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))
         sizes = (None if n is None else n // unit for n in (N, *strides))
         return M * cdiv(N, block), (*sizes, *factors, ACTS[act].tile, packed, unit, block), {"num_warps": warps}
@@ -301,7 +293,7 @@ def launch_gated(
     launch(kernel, key, tensors, plan)
 
 
-def _gated_fwd_fake(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
+def _gated_fwd_fake(gate: Tensor, up: Tensor | None, *_: Any) -> Tensor:
     # Contiguous for any strides of gate: the next product reads rows.
     return _dense_like(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
 
@@ -311,10 +303,7 @@ def _dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@launcher(
-    "(Tensor gate, Tensor? up, str act, float gate_multiplier, float multiplier) -> Tensor",
-    _gated_fwd_fake,
-)
+@launcher(_gated_fwd_fake)
 def _gated_fwd(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     y = _gated_fwd_fake(gate, up, act, gate_multiplier, multiplier)
     if y.numel():
@@ -327,22 +316,16 @@ def _gated_bwd_fake(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float, need_dgate: bool,
     need_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # torch.library ops cannot return None: unneeded gradients are empty tensors.
     dgate = _dense_like(gate) if need_dgate else gate.new_empty(0)
     return dgate, _dense_like(gate) if need_dup and up is not None else gate.new_empty(0)
 
 
-@launcher(
-    "(Tensor dy, Tensor gate, Tensor? up, str act, float gate_multiplier, float multiplier, bool need_dgate,"
-    " bool need_dup) -> (Tensor, Tensor)",
-    _gated_bwd_fake,
-)
+@launcher(_gated_bwd_fake)
 def _gated_bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float, need_dgate: bool,
     need_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dgate, dup = _gated_bwd_fake(dy, gate, up, act, gate_multiplier, multiplier, need_dgate, need_dup)
-    # None, not the empty tensor: the kernel is compiled without unneeded outputs.
     room = dgate if need_dgate else None, dup if need_dup and up is not None else None
     gated_backward(dy, gate, up, act, gate_multiplier, multiplier, *room, None)
     return dgate, dup
@@ -365,17 +348,14 @@ def gated_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate, up, *ctx.options = inputs
-    # Neither act(gate) nor y is saved: the following linear layer saves y if necessary.
     ctx.save_for_backward(gate, up)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None, None
     gate, up = ctx.saved_tensors
     need_dgate, need_dup, *_ = ctx.needs_input_grad
     dgate, dup = _gated_bwd(dy, gate, up, *ctx.options, need_dgate, need_dup)
-    return dgate if need_dgate else None, dup if need_dup else None, None, None, None
+    return dgate if need_dgate else None, dup if need_dup else None
 
 
 _gated = differentiable(_gated_fwd, _setup_context, _backward)

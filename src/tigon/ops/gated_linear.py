@@ -26,7 +26,7 @@ from tigon.kernels import (
     is_traced,
     launcher,
     load_tensors,
-    run_once_differentiable,
+    make_function,
     save_tensors,
     unknown_keyword,
     use_triton,
@@ -96,7 +96,7 @@ def gated_linear_saved_by(
     if not use_triton(gate, up, weight, bias):
         return gated_linear_reference(gate, up, weight, bias, act)
     if hooks is not None:
-        return _SavedFirst.apply(gate, up, weight, bias, act, inplace, hooks)  # type: ignore[no-any-return]
+        return _gated_linear_saved_first(gate, up, weight, bias, act, inplace, hooks)  # type: ignore[no-any-return]
     return _gated_linear(gate, up, weight, bias, act, inplace)
 
 
@@ -107,15 +107,11 @@ def gated_linear_reference(gate: Tensor, up: Tensor | None, weight: Tensor, bias
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _gated_linear_fwd_fake(
-    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
-) -> Tensor:  # fmt: skip
+def _gated_linear_fwd_fake(gate: Tensor, up: Tensor | None, weight: Tensor, *_: Any) -> Tensor:
     return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
 
 
-@launcher(
-    "(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act, bool inplace) -> Tensor", _gated_linear_fwd_fake
-)
+@launcher(_gated_linear_fwd_fake)
 def _gated_linear_fwd(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool
 ) -> Tensor:
@@ -138,11 +134,7 @@ def _gated_linear_bwd_fake(
     )
 
 
-@launcher(
-    "(Tensor dy, Tensor gate, Tensor? up, Tensor weight, str act, bool need_dgate, bool need_dup, bool need_dw,"
-    " bool need_db) -> (Tensor, Tensor, Tensor, Tensor)",
-    _gated_linear_bwd_fake,
-)
+@launcher(_gated_linear_bwd_fake)
 def _gated_linear_bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, need_dgate: bool, need_dup: bool,
     need_dw: bool, need_db: bool,
@@ -160,7 +152,6 @@ def _write_gradients(
     """Write the gradients that are not None. dgate and dup may alias gate and up: loads come before stores."""
     rows = dy.reshape(-1, weight.shape[0])
     if dgate is not None or dup is not None:
-        # scratch first holds the product's gradient; the kernel overwrites scratch with the product, which dW needs.
         scratch = torch.mm(rows, weight)
         gated_backward(scratch, gate, up, act, 1.0, 1.0, dgate, dup, None if dw is None else scratch)
     elif dw is not None:
@@ -179,14 +170,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 6
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: activation checkpointing raises on a second access
-    return *_gradients(ctx, dy, *saved), None, None
+    return _gradients(ctx, dy, *saved)
 
 
-def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor) -> list[Tensor | None]:
+def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:4]
     if not ctx.inplace or is_traced(gate) or is_graph_retained():
         grads: tuple[Tensor | None, ...] = _gated_linear_bwd(dy, gate, up, weight, ctx.act, *needs)
@@ -200,31 +189,22 @@ def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Te
                 torch.autograd.graph.increment_version(t)
         grads = dgate, dup, dw, db
     present = (True, up is not None, True, True)
-    return [g if n and p else None for g, n, p in zip(grads, needs, present, strict=True)]
+    return tuple([g if n and p else None for g, n, p in zip(grads, needs, present, strict=True)])
 
 
 _gated_linear = differentiable(_gated_linear_fwd, _setup_context, _backward)
 
 
-class _SavedFirst(torch.autograd.Function):
-    """`_gated_linear` with inputs saved before the forward pass computes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
-        hooks: tuple[Any, Any],
-    ) -> Tensor:  # fmt: skip
-        save_tensors(ctx, hooks, gate, up, weight)
-        ctx.act, ctx.inplace = act, inplace
-        ctx.set_materialize_grads(False)
-        return _gated_linear_fwd(gate, up, weight, bias, act, inplace)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:
-        return run_once_differentiable(_backward_of_packed, ctx, dy)
+def _save_first(ctx: Any, *inputs: Any) -> Tensor:
+    """`_gated_linear_fwd` with inputs saved before the forward pass computes."""
+    *tensors, _, ctx.act, ctx.inplace, hooks = inputs
+    ctx.set_materialize_grads(False)
+    save_tensors(ctx, hooks, *tensors)
+    return _gated_linear_fwd(*inputs[:-1])
 
 
-def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 7
-    return *_gradients(ctx, dy, *load_tensors(ctx)), None, None, None
+def _backward_of_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, dy, *load_tensors(ctx))
+
+
+_gated_linear_saved_first = make_function(_save_first, _backward_of_packed, "gated_linear")

@@ -87,15 +87,12 @@ def _gated_lora_fwd_kernel(
     blocks = tl.cdiv(N, BLOCK_N)
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     cols, r = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)
-    # Two masks for the same columns: B is loaded as stored, (BLOCK_N, R).
     inside, within = (cols < N)[None, :], (cols < N)[:, None]
     kind = g_ptr.dtype.element_ty
-    # Padding beyond RG is the next row's data, and is read as 0, like t's.
     bg = tl.load(bg_ptr + cols[:, None] * RG + r[None, :], mask=within & (r < RG)[None, :], other=0.0)
     bu = tl.load(bu_ptr + cols[:, None] * RU + r[None, :], mask=within & (r < RU)[None, :], other=0.0)
     bg, bu = (bg.to(tl.float32) * scale_g).to(kind).T, (bu.to(tl.float32) * scale_u).to(kind).T
     for first in tl.range(part * ROWS, min(part * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
-        # int64: rows · N exceeds 2**31 at 150k tokens with width 14336.
         rows = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
         here = (rows < M)[:, None]
         mask = here & inside
@@ -135,7 +132,6 @@ def _gated_lora_bwd_kernel(
     if td_ptr is not None:
         first_ad = ad_ptr + r[:, None] * tl.cast(N, tl.int64) + cols[None, :]
         ad = (tl.load(first_ad, mask=(r < RD)[:, None] & inside, other=0.0).to(tl.float32) * scale_d).to(kind)
-    # Three fp32 sums (R, BLOCK_N): 16 × 128 on 128 threads are 16 registers each. Unused sums are compiled away.
     dbg = tl.zeros((R, BLOCK_N), tl.float32)
     dbu = tl.zeros((R, BLOCK_N), tl.float32)
     dad = tl.zeros((R, BLOCK_N), tl.float32)
@@ -169,7 +165,6 @@ def _gated_lora_bwd_kernel(
         # take shared memory.
         if WITH_A:
             dad = tl.dot(td.T, y, dad)
-        # Rounded before the products, which take the same numbers as the frozen layers' products.
         du = (dy * a).to(kind)
         tl.store(du_ptr + at, du, mask=mask)
         if thin_ptr is not None:
@@ -177,7 +172,6 @@ def _gated_lora_bwd_kernel(
             tl.store(own, tl.dot(du, bu), mask=here)
         if WITH_B:
             dbu = tl.dot(tu.T, du, dbu)
-        # dup is stored and summed before dgate is made: fewer tiles are alive at a time.
         dg = (dy * u * da).to(kind)
         tl.store(dg_ptr + at, dg, mask=mask)
         if thin_ptr is not None:
@@ -279,8 +273,7 @@ def gated_lora_backward(
     dy: (M, N), the gradient of the unit's result without the part from its adapter, the third in `added`, whose b is
         (r, N); the whole gradient if that is None. y may be dy. All (M, N) tensors are contiguous.
     """
-    # rows = block_m: a single tile per program, because there are no sums to accumulate.
-    block_m, block_n, warps = _tile(_padded(added))
+    block_m, block_n, warps = _tile(_pad_rank(added))
     _backward(dy, gate, up, added, act, into, y, None, (block_m, block_n, block_m, 1), {"num_warps": warps})
 
 
@@ -318,17 +311,15 @@ def gated_lora_gradients(
     )
     found = Gradients(u, db_gate, db_up, da, seen)
     if not gate.numel():
-        # Empty sums are zeros, and no kernel would write them.
         for empty in found:
             if empty is not None:
                 empty.zero_()
         return found
-    R, block_m, block_n = _padded(added), 16, 128
+    R, block_m, block_n = _pad_rank(added), 16, 128
     blocks, steps = cdiv(N, block_n), cdiv(M, block_m)
     # Six programs per multiprocessor: three run at a time, and the second half evens out their run times.
     rows = cdiv(steps, max(1, min(steps, 6 * multiprocessors(gate.device) // blocks))) * block_m
     parts, kinds = cdiv(M, rows), 3 if t else 2
-    # fp32 workspaces, freed with this call. thin grows with M · N / 128, wide only with the program count.
     thin = gate.new_empty(blocks, M, kinds, R, dtype=torch.float32)
     wide = gate.new_empty(parts, 3, R, N, dtype=torch.float32)
     # The register limit lets three programs share a multiprocessor, to hide memory latency.
@@ -353,11 +344,10 @@ def sums_along(gate: Tensor, ranks: Sequence[int]) -> bool:
 
 def _ranks(added: Adapters) -> tuple[int, int, int]:
     gate, up, behind = added
-    # 1 without a layer behind: tiles cannot have rank 0.
     return gate.b.shape[1], up.b.shape[1], 1 if behind is None else behind.b.shape[0]
 
 
-def _padded(added: Adapters) -> int:
+def _pad_rank(added: Adapters) -> int:
     """The tiles' rank: tensor cores multiply with inner size 16."""
     return max(16, next_power_of_2(max(_ranks(added))))
 
@@ -373,20 +363,17 @@ def _backward(
         return
     (tg, bg, scale_g), (tu, bu, scale_u), behind = added
     td, ad, scale_d = (None, None, 1.0) if behind is None else (behind.t, behind.b.contiguous(), behind.scale)
-    # The kernel reads B with the rank as row stride. An adapter's B is small next to gate.
     bg, bu = bg.contiguous(), bu.contiguous()
     thin, wide, b, a, t = sums if sums is not None else (None, None, False, False, False)
     block_m, block_n, rows, stages = tile
     tensors = dy, gate, up, *into, y, thin, wide, tg, tu, td, bg, bu, ad
-    # gate's and up's t are column slices in one tensor, with the rank sum as row stride.
     strides = tg.stride(0), tu.stride(0), None if td is None else td.stride(0)
     scales, ranks = (scale_g, scale_u, scale_d), _ranks(added)
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         arguments = (
-            M, N, rows, *strides, *scales, *ranks, ACTS[act].tile, _padded(added), b, a, t, block_m, block_n, stages
+            M, N, rows, *strides, *scales, *ranks, ACTS[act].tile, _pad_rank(added), b, a, t, block_m, block_n, stages
         )  # fmt: skip
-        # Columns are the fast index, as in the kernel.
         return cdiv(N, block_n) * cdiv(M, rows), arguments, options
 
     kinds = gate.dtype, bg.dtype, bu.dtype, None if ad is None else ad.dtype
@@ -398,11 +385,7 @@ def _gated_lora_fwd_fake(gate: Tensor, *_: Any) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@launcher(
-    "(Tensor gate, Tensor up, Tensor tg, Tensor tu, Tensor bg, Tensor bu, float scale_g, float scale_u, str act)"
-    " -> Tensor",
-    _gated_lora_fwd_fake,
-)
+@launcher(_gated_lora_fwd_fake)
 def _gated_lora_fwd(
     gate: Tensor, up: Tensor, tg: Tensor, tu: Tensor, bg: Tensor, bu: Tensor, scale_g: float, scale_u: float, act: str
 ) -> Tensor:

@@ -23,7 +23,7 @@ from tigon.kernels import (
     tl,
     use_triton,
 )
-from tigon.ops.gated import laid_out, unit_of
+from tigon.ops.gated import choose_unit, laid_out
 
 
 def gated_residual(x: Tensor | None, gate: Tensor, f: Tensor) -> Tensor:
@@ -85,7 +85,6 @@ def _gated_residual_fwd_kernel(
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
-    # int64: a single row may exceed 2**31 elements.
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N * tl.full((), UNIT, tl.int64)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
@@ -136,7 +135,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
     M, N, strides, tensors = laid_out(tensors, first.shape[-1] if first.dim() else 1)
 
     def plan() -> Plan:
-        unit = unit_of(N, strides)
+        unit = choose_unit(N, strides)
         block, warps = _tile(M, N, first.device)
         sizes = (None if n is None else n // unit for n in (N, *strides))
         return M * cdiv(N, block), (*sizes, unit, block), {"num_warps": warps}
@@ -150,7 +149,7 @@ def _gated_residual_fwd_fake(gate: Tensor, f: Tensor, x: Tensor | None) -> Tenso
 
 
 # x comes last, since the first tensor in a launch must not be None.
-@launcher("(Tensor gate, Tensor f, Tensor? x) -> Tensor", _gated_residual_fwd_fake)
+@launcher(_gated_residual_fwd_fake)
 def _gated_residual_fwd(gate: Tensor, f: Tensor, x: Tensor | None) -> Tensor:
     y = _gated_residual_fwd_fake(gate, f, x)
     if y.numel():
@@ -164,9 +163,7 @@ def _gated_residual_bwd_fake(
     return gate.new_empty(gate.shape if need_dgate else 0), f.new_empty(f.shape if need_df else 0)
 
 
-@launcher(
-    "(Tensor dy, Tensor gate, Tensor f, bool need_dgate, bool need_df) -> (Tensor, Tensor)", _gated_residual_bwd_fake
-)
+@launcher(_gated_residual_bwd_fake)
 def _gated_residual_bwd(dy: Tensor, gate: Tensor, f: Tensor, need_dgate: bool, need_df: bool) -> tuple[Tensor, Tensor]:
     dgate, df = _gated_residual_bwd_fake(dy, gate, f, need_dgate, need_df)
     if dy.numel():
@@ -184,8 +181,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None
     need_dgate, need_df, need_dx = ctx.needs_input_grad
     dgate = df = None
     if need_dgate or need_df:

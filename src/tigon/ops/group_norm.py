@@ -101,7 +101,6 @@ def group_norm_reference(
 @jit
 def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """This program's slab, part, first channel block, first spatial block, spatial block count and tile count."""
-    # The slab is the slowest index: a slab's programs run together and share statistics and tiles in L2.
     slab = tl.program_id(0) // (parts_c * parts_s)
     part = tl.program_id(0) % (parts_c * parts_s)
     first_c = part // parts_s * per_c
@@ -113,7 +112,6 @@ def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: 
 @jit
 def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return a tile's channels within the group, and spatial positions."""
-    # Space is the fast index: a channel block is finished before the next, as the backward's channel sums require.
     c = (first_c + tile // blocks_s) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = (first_s + tile % blocks_s) * BLOCK_S + tl.arange(0, BLOCK_S)
     return c, s
@@ -129,17 +127,14 @@ def _sums_about(
     c, s = _tile(0, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
     mask = (c < D)[:, None] & (s < S)[None, :]
     x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
-    # The first tile may reach beyond the slab: average over the numbers that it holds.
     filled = tl.minimum(BLOCK_C, D - first_c * BLOCK_C) * tl.minimum(BLOCK_S, S - first_s * BLOCK_S)
     about = tl.sum(tl.sum(x, 1), 0) / filled
-    # Each tile element keeps a partial sum; they meet once, after the last tile.
     total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     squares = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         c, s = _tile(tile, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
         mask = (c < D)[:, None] & (s < S)[None, :]
         x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
-        # Masked elements hold 0, not `about`: without the select each would add -about.
         x = tl.where(mask, x - about, 0.0)
         total += x
         squares += x * x
@@ -156,16 +151,13 @@ def _group_norm_stats_kernel(
 ):  # fmt: skip
     """Write each part's (mean, Σ (x − mean)², count)."""
     slab, _, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
-    # int64: a batch of volumes exceeds 2**31 numbers.
     x_ptr += (slab // G).to(tl.int64) * stride_xb + (slab % G * D).to(tl.int64) * stride_xc
     about, total, squares = _sums_about(
         x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
     )
     channels = tl.minimum(per_c * BLOCK_C, D - first_c * BLOCK_C)
-    # In floating point: a part may hold more than 2**31 numbers.
     count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
     part_ptr += tl.program_id(0) * 3
-    # The mean and a sum about the mean, since the difference of Σ x² and (Σ x)² would cancel.
     tl.store(part_ptr, about + total / count)
     # An infinite sum of squares stays infinite, and rstd is then 0: inf − inf would be NaN, read as no variance.
     tl.store(part_ptr + 1, tl.maximum(squares - tl.minimum(total * total, 3.4e38) / count, 0.0))
@@ -184,19 +176,16 @@ def _group_norm_fwd_kernel(
     group = slab % G * D
     x_ptr += (slab // G).to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
     y_ptr += slab.to(tl.int64) * D * S
-    # In fp32, since D · S may exceed 2**31. Beyond 2²⁴ the rounding is smaller than that of the sums.
     count = D * 1.0 * S
     if part_ptr is None:
         about, total, squares = _sums_about(
             x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
         )
-        # mean = a + Σ(x − a)/n, variance = Σ(x − a)²/n − (mean − a)².
         shift = total / count
         mean = about + shift
         # fma: shift² is not rounded separately, and cannot overflow into inf − inf.
         variance = tl.maximum(tl.fma(shift * -1.0, shift, squares / count), 0.0)
     else:
-        # Combine about the first part's mean: no difference of large numbers.
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         part_ptr += slab * parts_c * parts_s * 3
@@ -204,12 +193,10 @@ def _group_norm_fwd_kernel(
         means = tl.load(part_ptr + p * 3, mask=there, other=0.0)
         within = tl.load(part_ptr + p * 3 + 1, mask=there, other=0.0)
         counts = tl.load(part_ptr + p * 3 + 2, mask=there, other=0.0)
-        # Weighted by counts, since parts at the edges are smaller. Absent parts have count 0.
         mean = about + tl.sum((means - about) * counts, 0) / count
         # Chan et al. 1979: within the parts, and between their means.
         variance = tl.sum(within + counts * (means - mean) * (means - mean), 0) / count
     rstd = tl.rsqrt(variance + eps)
-    # All parts of a slab have the same statistics; a single program stores them.
     if part == 0:
         tl.store(stats_ptr + 2 * slab, mean)
         tl.store(stats_ptr + 2 * slab + 1, rstd)
@@ -329,7 +316,7 @@ class _Cut(NamedTuple):
     stages: int
 
 
-def _fitted(size: int, most: int, least: int) -> int:
+def _fit_block(size: int, most: int, least: int) -> int:
     """Largest power of two from `least` to `most` whose blocks leave at most an eighth empty; else `most`."""
     block = most
     while block >= least:
@@ -346,25 +333,21 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     twice as large; two more tiles are in flight."""
     whole = next_power_of_2(D) * next_power_of_2(S) * itemsize <= 16384
     numbers = 16384 // itemsize if whole else 4096
-    # Space first: unit stride. Channels fill the tile where space is small, as in a network's last stages.
     block_s = min(next_power_of_2(S), numbers)
     block_c = min(next_power_of_2(D), numbers // block_s)
     if not whole:
         # A power of two may leave half a tile empty. Smaller tiles leave less empty, but need enough work per step.
-        fitted_s = _fitted(S, block_s, 64)
-        fitted_c = _fitted(D, min(next_power_of_2(D), numbers // fitted_s), 1)
+        fitted_s = _fit_block(S, block_s, 64)
+        fitted_c = _fit_block(D, min(next_power_of_2(D), numbers // fitted_s), 1)
         if fitted_s * fitted_c >= 2048:
             block_s, block_c = fitted_s, fitted_c
     blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)
-    # Two programs per SM: loads run while the other program sums.
     wanted = 1 if slabs > processors else cdiv(2 * processors, slabs)
-    # Equal parts, so that few programs wait for a last, longer part.
     per_c = cdiv(blocks_c, min(wanted, blocks_c))
     # Rounding up twice may leave parts empty; counting again drops them.
     parts_c = cdiv(blocks_c, per_c)
     per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
     parts_s = cdiv(blocks_s, per_s)
-    # The forward pass keeps two sums per tile element, too many for the registers of eight warps.
     warps = 4 if block_c * block_s <= 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
     stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
     return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)
@@ -373,11 +356,9 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
 def _channels(x: Tensor) -> tuple[Tensor, int, int]:
     """x with unit stride within channels, and its strides between samples and between channels."""
     if not x.is_contiguous():
-        # Strides of a dense spatial block, from the last dimension up. torch gives size-1 dimensions any stride.
         dense = 1
         for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
             if size != 1 and stride != dense:
-                # A channel must be contiguous; samples and channels may have any strides.
                 x = x.contiguous()
                 break
             dense *= size
@@ -385,14 +366,12 @@ def _channels(x: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _group_norm_fwd_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), x.new_empty((x.shape[0] * num_groups, 2), dtype=torch.float32)
 
 
-@launcher(
-    "(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor, Tensor)", _group_norm_fwd_fake
-)
+@launcher(_group_norm_fwd_fake)
 def _group_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -406,7 +385,6 @@ def _group_norm_fwd(
     bias = bias if bias is None else bias.contiguous()
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (slabs, num_groups, D, S, *strides, dtypes, eps)
-    # One input here, two in the backward pass, whose tiles take twice the shared memory.
     cut = _cut(slabs, D, S, x.element_size(), 1, multiprocessors(x.device), shared_memory(x.device))
     parts = cut.programs // slabs
     partial = x.new_empty((cut.programs, 3), dtype=torch.float32) if parts > 1 else None
@@ -415,7 +393,6 @@ def _group_norm_fwd(
     if partial is not None:
         plan = cut.programs, (*arguments, *cut.tile, cut.stages), options
         launch(_group_norm_stats_kernel, key, (x, partial), lambda: plan)
-    # Same grid and cut as the statistics: both kernels derive a part from the program number in the same way.
     last = cut.programs, (*arguments, eps, next_power_of_2(parts), *cut.tile, cut.stages), options
     launch(_group_norm_fwd_kernel, key, (x, weight, bias, partial, y, stats), lambda: last)
     return y, stats
@@ -430,11 +407,7 @@ def _group_norm_bwd_fake(
     return dx, dw, torch.empty_like(bias) if need_db and bias is not None else x.new_empty(0)
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, int num_groups, bool need_dx, bool need_dw,"
-    " bool need_db) -> (Tensor, Tensor, Tensor)",
-    _group_norm_bwd_fake,
-)
+@launcher(_group_norm_bwd_fake)
 def _group_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, num_groups: int,
     need_dx: bool, need_dw: bool, need_db: bool,
@@ -455,12 +428,10 @@ def _group_norm_bwd(
         # Parts of channels write different columns, so rows of partial sums are per sample and spatial part.
         rows = slabs // num_groups * cut.parts[1]
         partial = x.new_empty((rows, halves, num_groups * D), dtype=torch.float32)
-    # For slabs in parts only: otherwise the program still holds both sums when it writes dx.
     sums = x.new_empty((cut.programs, 2), dtype=torch.float32) if parts > 1 and need_dx else None
     arguments = (num_groups, D, S, *dy_strides, *x_strides, *cut.parts, *cut.per)
     tile, options = (next_power_of_2(parts), *cut.tile, cut.stages), {"num_warps": cut.warps}
     first = cut.programs, (*arguments, True, need_dw, need_db, *tile), options
-    # Without dx, omit the weight: dW and dbias are sums over dy · xhat and dy.
     out, w = dx if need_dx and sums is None else None, weight if need_dx else None
     launch(_group_norm_bwd_kernel, (*key, True), (dy, x, w, stats, sums, out, partial), lambda: first)
     if sums is not None:
@@ -480,11 +451,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None, None
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     dx, dw, db = _group_norm_bwd(dy, *ctx.saved_tensors, ctx.num_groups, need_dx, need_dw, need_db)
-    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None
 
 
 _group_norm = differentiable(_group_norm_fwd, _setup_context, _backward)

@@ -36,7 +36,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.tiles.cap import cap
 from tigon.kernels.tiles.constants import LN2
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.moments import moments_of_parts, row_moments
 from tigon.kernels.tiles.parts import locate_part_of_row
 from tigon.ops.targets import checked_target
@@ -95,7 +95,6 @@ def logprob(
         result = logprob_reference(logits, target, *options)
     else:
         result = LogProb(*_logprob(logits, target, *options))
-    # These three have no gradient: detached on the torch path too, where autograd would provide gradients.
     return LogProb(*result[:2], *(t.detach() for t in result[2:]))
 
 
@@ -120,7 +119,6 @@ def logprob_reference(
     logp = torch.log_softmax(z, -1)
     of_target = logp.gather(-1, at).squeeze(-1)
     p = logp.exp()
-    # A class with probability 0 adds nothing, also to the gradient: 0 · -inf would add NaN.
     entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(-1)
     top = z.amax(-1) if z.shape[-1] else of_target  # no classes, so no rows
     results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= top, mean
@@ -137,7 +135,6 @@ def _gradient_reference(
     stats: statistics over all classes, if the logits cover only some classes.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    # dz/dlogits = scale / τ, times 1 − tanh² under a softcap.
     slope: Tensor | float = scale / temperature
     if softcap:
         t = torch.tanh(z / softcap)
@@ -146,7 +143,6 @@ def _gradient_reference(
     if stats is None:
         logp = torch.log_softmax(z / temperature, -1)
     else:
-        # As the kernel stores them: the maximum as stored or capped, and a base-2 logarithm.
         top, log2_sum, entropy = stats.split(1, dim=-1)
         unit = 1.0 if softcap else scale
         logp = (z - top * unit) / temperature - log2_sum * math.log(2.0)
@@ -155,7 +151,6 @@ def _gradient_reference(
     dz = torch.zeros_like(p)
     if dlogprob is not None:
         d = dlogprob.to(p.dtype).unsqueeze(-1)
-        # A target may be outside a shard's classes: then −p is the whole gradient.
         here = valid & ((target >= 0) & (target < p.shape[-1])).unsqueeze(-1)
         at = torch.where(here.squeeze(-1), target, 0).long().unsqueeze(-1)
         dz = (-d * p).scatter_add_(-1, at, torch.where(here, d, 0.0))
@@ -192,7 +187,6 @@ def _store_nothing(logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_
     if mean_ptr is not None:
         tl.store(mean_ptr + row, 0.0)
     if stats_ptr is not None:
-        # Finite numbers: the backward pass computes with them before its select writes 0.
         for i in tl.static_range(3):
             tl.store(stats_ptr + 3 * row + i, 0.0)
 
@@ -208,7 +202,6 @@ def _store_results(
     # A target out of range reads nothing and turns the row's results and gradient into NaN.
     valid = (target >= 0) & (target < V)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
-    # Loaded again, from the cache: a comparison in the loop would cost every element.
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, unit, softcap)
@@ -221,10 +214,8 @@ def _store_results(
     if lse_ptr is not None:
         tl.store(lse_ptr + row, (row_top * k + log2_sum) * LN2)
     if top1_ptr is not None:
-        # Ties count as hits, including logits that a softcap rounds to equal values.
         tl.store(top1_ptr + row, ((z_target >= row_top) & valid).to(tl.int8))
     if mean_ptr is not None:
-        # Σ z is over stored logits, so the mean is scaled once. Capped logits are scaled already.
         mean = sum_z / V
         if not SOFTCAP:
             mean = mean * unit
@@ -244,7 +235,6 @@ def _logprob_fwd_kernel(
 ):  # fmt: skip
     """Write a row's results, in a single reading."""
     row = tl.program_id(0).to(tl.int64)
-    # int64 for the row offset, int32 for columns: a row has fewer than 2**31 elements.
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
     if target == ignore_index:
@@ -314,23 +304,18 @@ def _write_gradient(
     row, stride_p, stride_e, stride_m, stride_dm, softcap, unit, k, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Write a row's gradient for some columns, with classes first + cols. here: columns inside the row."""
-    # The mask for loads. The store uses `here`: an ignored row is not read, but its gradient of 0 is written.
     mask = here & counts
     top = tl.load(stats_ptr + 3 * row)
     log2_sum = tl.load(stats_ptr + 3 * row + 1)
-    # 0, not -inf: nothing is summed here, and masked lanes stay finite.
     z = tl.load(logits_ptr + row * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
-    # k · log 2 is scale / τ, or 1 / τ under a softcap, whose slope includes the scale.
     slope = k * LN2
     if SOFTCAP:
         z, steep = cap(z, unit, softcap)
         slope = slope * steep
-    # p = exp(z − logsumexp) in base 2, subtracting first, where the difference is exact.
     log2_p = (z - top) * k - log2_sum
     p = tl.exp2(log2_p)
     dz = tl.zeros(cols.shape, tl.float32)
     if dlogprob_ptr is not None:
-        # stride_p is 0 if all rows share the upstream gradient.
         dlogprob = tl.load(dlogprob_ptr + row * stride_p).to(tl.float32)
         # d logprob / dz = 1[target] − p. No column matches if the target is in another shard.
         dz += dlogprob * (tl.where(first + cols == target, 1.0, 0.0) - p)
@@ -368,7 +353,6 @@ def _logprob_bwd_kernel(
     if EDGES:
         logits_ptr += row * stride_m
         dlogits_ptr += row * stride_dm
-        # The rows of dlogits are aligned like the logits' rows, as `uneven` checked for both.
         first, width = split(logits_ptr, V)
         if tl.program_id(0) % blocks == 0:
             # The first program of a row also writes the edges, which share no element with the body: in place, neither
@@ -378,8 +362,8 @@ def _logprob_bwd_kernel(
                 logits_ptr, dlogits_ptr, 0, edge, real, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
                 row, stride_p, stride_e, 0, 0, softcap, unit, k, SOFTCAP,
             )  # fmt: skip
-        logits_ptr = aligned(logits_ptr, first)
-        dlogits_ptr = aligned(dlogits_ptr, first)
+        logits_ptr = align(logits_ptr, first)
+        dlogits_ptr = align(dlogits_ptr, first)
         stride_m, stride_dm = 0, 0
     _write_gradient(
         logits_ptr, dlogits_ptr, first, cols, cols < width, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
@@ -404,7 +388,6 @@ def _bwd_tile(V: int) -> tuple[int, int]:
 
 def _units(temperature: float, softcap: float, scale: float) -> tuple[float, float, float]:
     """softcap, the factor from stored numbers to logits, and k, the factor from compared numbers to powers of 2."""
-    # Without a cap the scale is folded into k, so elements are compared unscaled.
     return softcap, scale, (1.0 if softcap else scale) / temperature / math.log(2.0)
 
 
@@ -461,12 +444,12 @@ def _launch_parts(
     key = *key, parts
     partial = torch.empty(M * 4 * count, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
 
-    def of_parts() -> Plan:
+    def plan_parts() -> Plan:
         depth, block, warps = part_tile(*_fwd_tile(sizes[0], sizes[3]))
         wanted = values[1] is not None, values[4] is not None
         return M * count, (*sizes, count, width, capped, *wanted, edges, depth, block), {"num_warps": warps}
 
-    launch(_logprob_parts_kernel, key, (logits, target, partial), of_parts)
+    launch(_logprob_parts_kernel, key, (logits, target, partial), plan_parts)
     launch(
         _logprob_fold_kernel, key, (*tensors, partial),
         lambda: (M, (*sizes, count, capped, most), {"num_warps": fold_warps(most)}),
@@ -475,7 +458,7 @@ def _launch_parts(
 
 def logprob_gradient_rows(
     logits: Tensor, target: Tensor, stats: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None,
-    dlogits: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float, *, merged: bool = False,
+    dlogits: Tensor, *options: Any, merged: bool = False,
 ) -> None:  # fmt: skip
     """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits) for (M, V) rows; may be the logits.
 
@@ -486,17 +469,12 @@ def logprob_gradient_rows(
     if M * V == 0:
         return
     if stats is None or not use_triton(logits):
-        # Statistics of whole rows are recomputed from the logits; a shard's could not be.
         known = stats if merged else None
-        dlogits.copy_(
-            _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale, known)
-        )
+        dlogits.copy_(_gradient_reference(logits, target, dlogprob, dentropy, *options, known))
         return
-    # Expanded gradients keep their stride of 0, without a copy. A None gradient has stride 0, since the kernel's
-    # argument count is fixed.
+    ignore_index, temperature, softcap, scale = options
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
     units = _units(temperature, softcap, scale)
-    # If the gradient and the logits have different row strides, elements are moved singly.
     apart = uneven(logits, dlogits)
     arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0, apart)
     dtypes = [None if d is None else d.dtype for d in (dlogprob, dentropy)]
@@ -504,29 +482,22 @@ def logprob_gradient_rows(
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        # The first program of a row also writes the edges; the others share the body. A flat grid, since a grid's
-        # second dimension ends at 65535.
         return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
 
 
-def _logprob_fwd_fake(
-    logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    # 12 bytes per row for the backward pass, beside the logits that autograd keeps.
+_OPTIONS = "int ignore_index, float temperature, float softcap, float scale"
+
+
+def _logprob_fwd_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, ...]:
     one = logits.new_empty(target.shape, dtype=torch.float32)
-    # fp32 from 16-bit logits too: a log-probability of −10 in bf16 has steps of 1/16.
     top1 = logits.new_empty(target.shape, dtype=torch.bool)
     stats = logits.new_empty((target.numel(), 3), dtype=torch.float32)
     return one, torch.empty_like(one), torch.empty_like(one), top1, torch.empty_like(one), stats
 
 
-@launcher(
-    "(Tensor logits, Tensor target, int ignore_index, float temperature, float softcap, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _logprob_fwd_fake,
-)
+@launcher(_logprob_fwd_fake, rest=_OPTIONS, results=6)
 def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     *results, stats = _logprob_fwd_fake(logits, target, *options)
     if logits.numel():
@@ -537,18 +508,11 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
     return *results, stats
 
 
-def _logprob_bwd_fake(
-    logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
-    temperature: float, softcap: float, scale: float,
-) -> Tensor:  # fmt: skip
+def _logprob_bwd_fake(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@launcher(
-    "(Tensor logits, Tensor target, Tensor stats, Tensor? dlogprob, Tensor? dentropy, int ignore_index,"
-    " float temperature, float softcap, float scale) -> Tensor",
-    _logprob_bwd_fake,
-)
+@launcher(_logprob_bwd_fake, rest=_OPTIONS)
 def _logprob_bwd(
     logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, *options: Any
 ) -> Tensor:
@@ -557,8 +521,6 @@ def _logprob_bwd(
     dlogits = logits.new_empty(logits.shape)
     if logits.numel():
         rows = dlogits.view(-1, logits.shape[-1])
-        # An expanded gradient keeps its stride of 0 through reshape. A gradient per sequence is copied, 4 bytes per
-        # token.
         dlogprob, dentropy = (None if d is None else d.reshape(-1) for d in (dlogprob, dentropy))
         labels = target.reshape(-1).contiguous()
         logprob_gradient_rows(view_rows(logits), labels, stats, dlogprob, dentropy, rows, *options)
@@ -570,16 +532,13 @@ def _logprob_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *ctx.options = inputs
-    # No probabilities: recomputed from the logits, an exponential instead of memory.
     ctx.save_for_backward(logits, target, output[5])
 
 
 def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    dlogits = None
-    # If a loss uses only logprob or only entropy, the other gradient is None and compiled out.
-    if (dlogprob is not None or dentropy is not None) and ctx.needs_input_grad[0]:
-        dlogits = _logprob_bwd(*ctx.saved_tensors, dlogprob, dentropy, *ctx.options)
-    return dlogits, None, None, None, None, None
+    if (dlogprob is None and dentropy is None) or not ctx.needs_input_grad[0]:
+        return ()
+    return (_logprob_bwd(*ctx.saved_tensors, dlogprob, dentropy, *ctx.options),)
 
 
 _logprob = differentiable(_logprob_fwd, _setup_context, _backward, outputs=5)

@@ -62,7 +62,7 @@ class Masks(NamedTuple):
     row: int = 0
     kernels: bool = False
 
-    def of(self, positions: Sequence[int], row: int = 0) -> Masks:
+    def select(self, positions: Sequence[int], row: int = 0) -> Masks:
         """The masks for these layers only, for a tile that starts at `row`."""
         layers, thresholds = (tuple(numbers[i] for i in positions) for numbers in (self.layers, self.thresholds))
         return self._replace(layers=layers, thresholds=thresholds, row=row)
@@ -81,7 +81,6 @@ def draw_masks(probabilities: Sequence[float], device: torch.device, kernels: bo
 
 
 def _threshold(p: float) -> int:
-    # 65536 needs 17 bits: at the largest p a single element in 65536 is kept, and 1/(1-p) stays finite.
     return min(round(p * STEPS), STEPS - 1)
 
 
@@ -95,12 +94,9 @@ def kept_share(p: float) -> float:
 def keep_mask(masks: Masks, i: int, rows: int, columns: int) -> Tensor:
     """The i-th layer's mask, (rows, columns) booleans, in torch: bitwise equal to the kernels'."""
     device = masks.seed.device
-    # A counter yields eight 16-bit fields, for eight columns. A row's last counter may yield unused fields.
     c0 = torch.arange(cdiv(columns, 8), device=device)[None, :].expand(rows, -1)
-    # The row in the whole input, not in this tile: the mask does not depend on the tile height.
     c1 = torch.arange(rows, device=device)[:, None].expand_as(c0) + masks.row
     words = torch.stack(_philox(masks.seed, c0, c1, masks.layers[i]), -1)
-    # A word's lower half is the earlier column. The kernels interleave in this order too.
     bits = torch.stack((words & 0xFFFF, words >> 16), -1)
     return bits.flatten(1)[:, :columns] >= masks.thresholds[i]
 
@@ -116,14 +112,11 @@ def _philox(seed: Tensor, c0: Tensor, c1: Tensor, layer: int) -> tuple[Tensor, .
         upper, lower = factor * (c >> 16), factor * (c & 0xFFFF)
         return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & low
 
-    # Philox4x32's key is two words. The seed is below 2⁶³, so the shift brings in no sign.
     k0, k1 = seed & low, (seed >> 32) & low
     c2, c3 = torch.full_like(c0, layer), torch.zeros_like(c0)
     for _ in range(ROUNDS):
         (high_a, low_a), (high_b, low_b) = product(0xD2511F53, c0), product(0xCD9E8D57, c2)
-        # A round: two 32 × 32 bit products, whose high halves are mixed with the other counters and the key.
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
-        # After every round the key is increased by the paper's Weyl constants.
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return c0, c1, c2, c3
 
@@ -165,25 +158,23 @@ def _numbers(ranks: Sequence[int], masks: Masks) -> tuple[list[int], list[int], 
 
 
 def dropped_product_reference(x: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
-    # Materialises a dropped copy of x for every layer, which the kernels avoid.
     own = a.to(_wide(x)).split(list(ranks))
-    return torch.cat([_dropped(x, masks, i) @ part.t() for i, part in enumerate(own)], 1).to(dtype)
+    return torch.cat([_drop(x, masks, i) @ part.t() for i, part in enumerate(own)], 1).to(dtype)
 
 
 def dropped_outer_reference(u: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
-    # The mask applies to x's elements, after the product with A, so layers with different masks cannot share a product.
     total = u.new_zeros((u.shape[0], a.shape[1]), dtype=_wide(u))
     for i, (left, right) in enumerate(zip(u.split(list(ranks), 1), a.split(list(ranks)), strict=True)):
-        total += _dropped(left.to(total.dtype) @ right.to(total.dtype), masks, i)
+        total += _drop(left.to(total.dtype) @ right.to(total.dtype), masks, i)
     return total.to(dtype)
 
 
 def dropped_gradient_reference(u: Tensor, x: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
     own = u.to(_wide(x)).split(list(ranks), 1)
-    return torch.cat([part.t() @ _dropped(x, masks, i) for i, part in enumerate(own)]).to(dtype)
+    return torch.cat([part.t() @ _drop(x, masks, i) for i, part in enumerate(own)]).to(dtype)
 
 
-def _dropped(x: Tensor, masks: Masks, i: int) -> Tensor:
+def _drop(x: Tensor, masks: Masks, i: int) -> Tensor:
     # A select, not a product with the mask: 0 · inf would be NaN.
     return torch.where(keep_mask(masks, i, *x.shape), x.to(_wide(x)), 0.0)
 
@@ -209,13 +200,11 @@ def _keep(seed_ptr, layer, rows, start, threshold, ROUNDS: tl.constexpr, BLOCK_M
     # loads the same eight elements of x.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     bits = tl.join(words & 0xFFFF, words >> 16)
-    # The signed comparison is exact: fields and thresholds lie in [0, 65536).
     return tl.reshape(bits, (BLOCK_M, BLOCK_K)).to(tl.int32) >= threshold
 
 
 @jit
 def _high(t, like):
-    # The upper half of an fp32 factor next to bf16 activations; a no-op if the dtypes match.
     return t.to(like.dtype)
 
 
@@ -244,7 +233,6 @@ def _dropped_product_kernel(
     rows = tl.program_id(0) // (parts * LAYERS) * BLOCK_M + tl.arange(0, BLOCK_M)
     # RANK is padded to BLOCK_R, at least 16: A's rows beyond RANK are the next layer's, and are read as 0.
     here, own = (rows < M)[:, None], (r < RANK)[:, None]
-    # int64 addresses: row * stride reaches 2**31 at 512k tokens with width 4096.
     x_ptr += rows.to(tl.int64)[:, None] * stride_xm
     a_ptr += (layer * RANK + r).to(tl.int64)[:, None] * K
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -258,7 +246,6 @@ def _dropped_product_kernel(
         # "ieee": fp32 factors are multiplied without TF32.
         acc = tl.dot(x, _high(a, x).T, acc, input_precision="ieee")
         if a.dtype != x.dtype:
-            # x · (high + low) in a single fp32 sum: the adapter keeps 16 bits.
             acc = tl.dot(x, _low(a, x).T, acc, input_precision="ieee")
     out = t_ptr + rows.to(tl.int64)[:, None] * stride_tm + (layer * RANK + r)[None, :]
     tl.store(out, acc.to(t_ptr.dtype.element_ty), mask=here & (r < RANK)[None, :])
@@ -290,18 +277,15 @@ def _dropped_outer_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     # `range`, not `static_range`: without unrolling, a single layer's product tile is alive at a time.
     for layer in range(LAYERS):
-        # A separate sum per layer, because the mask applies between the product and the sum over layers.
         own = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         for first in range(0, RANK, BLOCK_R):
             r = first + tl.arange(0, BLOCK_R)
             u = tl.load(u_ptr + (layer * RANK + r)[None, :], mask=here & (r < RANK)[None, :], other=0.0)
             at = a_ptr + (layer * RANK + r).to(tl.int64)[:, None] * K + cols
             a = tl.load(at, mask=(r < RANK)[:, None] & (cols < K), other=0.0)
-            # Carries the products' dtype, which is dx's: u and A may be fp32.
             like = tl.zeros((1,), dx_ptr.dtype.element_ty)
             own = tl.dot(_high(u, like), _high(a, like), own, input_precision="ieee")
             if u.dtype != like.dtype:
-                # (uₕ + uₗ)(aₕ + aₗ) without the product of the low parts, which is below the retained bits.
                 own = tl.dot(_high(u, like), _low(a, like), own, input_precision="ieee")
                 own = tl.dot(_low(u, like), _high(a, like), own, input_precision="ieee")
         keep = _keep(seed_ptr, first_layer + layer, first_row + rows, start, threshold, ROUNDS, BLOCK_M, BLOCK_K)
@@ -331,7 +315,6 @@ def _dropped_gradient_kernel(
     share = tl.program_id(0) // (parts * LAYERS) // blocks
     cols = (start + tl.arange(0, BLOCK_K))[None, :]
     acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
-    # STEP is a multiple of BLOCK_M, so that only the last share has a masked tile.
     for first in range(share * STEP, min(M, share * STEP + STEP), BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
         here = (rows < M)[:, None]
@@ -386,12 +369,10 @@ def _tile(rank: int, dtype: torch.dtype, most: int) -> tuple[int, int, int]:
     32 rows, so that single warps compute the tile's products and take the dropped tile from registers.
     Ranks beyond `most` belong to other programs.
     """
-    # fp32 columns are halved: a tile of x then has the same 8 KiB.
     return 32, 64 if dtype == torch.float32 else 128, min(most, max(16, next_power_of_2(rank)))
 
 
 def _unit(t: Tensor) -> Tensor:
-    # Column slices of t or u keep unit stride along r and are read in place. Only a transposed view is copied.
     return t if t.stride(1) == 1 else t.contiguous()
 
 
@@ -402,11 +383,7 @@ def _dropped_product_fake(
     return x.new_empty((x.shape[0], a.shape[0]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor x, Tensor a, Tensor seed, int[] ranks, int[] layers, int[] thresholds, int row, ScalarType dtype)"
-    " -> Tensor",
-    _dropped_product_fake,
-)
+@launcher(_dropped_product_fake)
 def _dropped_product(
     x: Tensor, a: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
     dtype: torch.dtype,
@@ -414,7 +391,6 @@ def _dropped_product(
     t = _dropped_product_fake(x, a, seed, ranks, layers, thresholds, row, dtype)
     if not t.numel():
         return t
-    # The kernels step through A by K: a slice of a wider matrix is copied, which is small next to x.
     x, a = _unit(x), a.contiguous()
     M, K = x.shape
     for run in _runs(ranks, layers, thresholds):
@@ -425,11 +401,9 @@ def _dropped_product(
         def plan(run: _Run = run) -> Plan:
             block_m, block_k, block_r = _tile(run.rank, x.dtype, 64)
             numbers = M, K, x.stride(0), t.stride(0), run.threshold, row, run.first, run.size, run.rank, ROUNDS
-            # Programs for ranks beyond 64 read x again, from the cache. More sum columns would take registers.
             grid = cdiv(M, block_m) * run.size * cdiv(run.rank, block_r)
             return grid, (*numbers, block_m, block_k, block_r), {"num_warps": 4, "num_stages": 3}
 
-        # run contains ranks and threshold: with row, all arguments that a plan stores are in the key.
         key = (M, K, x.stride(0), t.stride(0), run, row, x.dtype, a.dtype, dtype)
         launch(_dropped_product_kernel, key, tensors, plan)
     return t
@@ -442,11 +416,7 @@ def _dropped_outer_fake(
     return u.new_empty((u.shape[0], a.shape[1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor u, Tensor a, Tensor seed, int[] ranks, int[] layers, int[] thresholds, int row, ScalarType dtype)"
-    " -> Tensor",
-    _dropped_outer_fake,
-)
+@launcher(_dropped_outer_fake)
 def _dropped_outer(
     u: Tensor, a: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
     dtype: torch.dtype,
@@ -476,18 +446,13 @@ def _dropped_gradient_fake(
     return x.new_empty((u.shape[1], x.shape[1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor u, Tensor x, Tensor seed, int[] ranks, int[] layers, int[] thresholds, int row, ScalarType dtype)"
-    " -> Tensor",
-    _dropped_gradient_fake,
-)
+@launcher(_dropped_gradient_fake)
 def _dropped_gradient(
     u: Tensor, x: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     da = _dropped_gradient_fake(u, x, seed, ranks, layers, thresholds, row, dtype)
     M, K = x.shape
-    # No rows: the gradient is an empty sum.
     if not da.numel() or not M:
         return da.zero_()
     u, x = _unit(u), _unit(x)
@@ -498,11 +463,9 @@ def _dropped_gradient(
         programs = run.size * cdiv(run.rank, block_r) * cdiv(K, block_k)
         # Four programs per multiprocessor hide the loads; each has at least eight row tiles.
         shares = max(1, min(cdiv(4 * multiprocessors(x.device), programs), cdiv(M, 8 * block_m)))
-        # Rounded up to whole tiles; fewer shares may then suffice, and an empty share would cost a row of zeros.
         step = cdiv(cdiv(M, shares), block_m) * block_m
         shares = cdiv(M, step)
         own = da[run.at : run.at + run.width]
-        # own is a view of da: a single share writes the gradient directly, without a second launch.
         partial = own if shares == 1 else x.new_empty((shares, own.numel()), dtype=torch.float32)
         tensors = u[:, run.at :], x, partial, seed
 

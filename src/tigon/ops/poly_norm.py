@@ -114,7 +114,6 @@ def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
     # r_k is 1/rms of xᵏ. Scalars or a vector over rows: the function serves narrow and wide rows.
     r1, r2, r3 = tl.rsqrt(m1 / N + eps), tl.rsqrt(m2 / N + eps), tl.rsqrt(m3 / N + eps)
     dw0, dw1, dw2 = r3 * s3, r2 * s2, r1 * s1
-    # Also the forward's coefficients: y = x · (a + x · (b + x · c)) + bias.
     c, b, a = w0 * r3, w1 * r2, w2 * r1
     # With u = xᵏ and g = w · dy: d norm(u)/du · g = r · (g − u · r² · Σ g·u / N). The second term is c · r3 · dw0 / N
     # times xᵏ, and dxᵏ/dx = k xᵏ⁻¹ makes that x²ᵏ⁻¹.
@@ -128,20 +127,16 @@ def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
 def _poly_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    # After the load of x, so that both loads are in flight together.
     w0, w1, w2 = _weights(w_ptr)
     square = x * x
     cube = x * square
-    # Masked columns are 0, and so are their powers; the bias is added after the sums.
     a = w2 * tl.rsqrt(tl.sum(square, 1) / N + eps)
     b = w1 * tl.rsqrt(tl.sum(square * square, 1) / N + eps)
     c = w0 * tl.rsqrt(tl.sum(cube * cube, 1) / N + eps)
-    # Horner: three multiply-adds per element, and no power stays in registers after the sums.
     y = x * (a[:, None] + x * (b[:, None] + x * c[:, None])) + tl.load(b_ptr).to(tl.float32)
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -164,7 +159,6 @@ def _poly_norm_bwd_kernel(
     dw1 = tl.zeros((BLOCK_M,), tl.float32)
     dw2 = tl.zeros((BLOCK_M,), tl.float32)
     db = tl.zeros((BLOCK_M,), tl.float32)
-    # Tile rows keep separate partial sums, added once after the loop.
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (rows < M)[:, None] & (cols < N)[None, :]
@@ -178,11 +172,9 @@ def _poly_norm_bwd_kernel(
         dw0 += d0
         dw1 += d1
         dw2 += d2
-        # Masked rows add nothing: dy is 0 there, and so is every s.
         db += s0
         if dx_ptr is not None:
             dx = dy * (a[:, None] + x * (b[:, None] + x * c[:, None]))
-            # Odd powers only, hence steps of x².
             dx -= x * (d[:, None] + square * (e[:, None] + square * f[:, None]))
             tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     out = tl.program_id(0) * (3 * DW + DB)
@@ -253,7 +245,6 @@ def _poly_norm_wide_bwd_kernel(
             dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < N, other=0.0).to(tl.float32)
             square = x * x
             cube = x * square
-            # s0 serves the bias only; the other sums are needed for dx even without dW.
             if DB:
                 s0 += dy
             s1 += dy * x
@@ -292,7 +283,6 @@ def _poly_norm_wide_bwd_kernel(
 
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows per tile, columns per tile and warps. Narrow rows share a tile, so that every warp has 16-byte loads."""
-    # 2048 numbers per tile on four warps: 16 numbers per thread, two 16-byte loads of 16-bit numbers.
     block_n = next_power_of_2(n)
     return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8
 
@@ -302,10 +292,8 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     """Rows, columns, warps, stages and programs per SM. While a program waits at the sums along a row, other programs
     run; each has the next two tiles in flight if shared memory allows."""
     block_n = next_power_of_2(n)
-    # 8 KiB per tile, or a whole row if larger.
     block_m = max(1, 8192 // itemsize // block_n)
     tile_bytes = block_m * block_n * itemsize
-    # 32 KiB of x in flight per SM, and as much of dy.
     resident = max(1, 32768 // tile_bytes)
     if tile_bytes <= 8192:  # four programs hide each other's loads without a prefetch
         return block_m, block_n, 4, 1, resident
@@ -323,11 +311,11 @@ def _wide_tile() -> tuple[int, int, int, int]:
     return 2048, 8, 5, 2
 
 
-def _poly_norm_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def _poly_norm_fwd_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor", _poly_norm_fwd_fake)
+@launcher(_poly_norm_fwd_fake)
 def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     y = _poly_norm_fwd_fake(x, weight, bias, eps)
     if y.numel() == 0:
@@ -354,10 +342,7 @@ def _poly_norm_bwd_fake(
     return x.new_empty(x.shape if need_dx else 0), x.new_empty(3 * need_dw + need_db, dtype=torch.float32)
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor weight, float eps, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor)",
-    _poly_norm_bwd_fake,
-)
+@launcher(_poly_norm_bwd_fake)
 def _poly_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor]:
@@ -385,7 +370,6 @@ def _poly_norm_bwd(
     key = (M, N, strides, x.dtype, weight.dtype, eps, need_dx, need_dw, need_db)
     kernel = _poly_norm_bwd_kernel if narrow else _poly_norm_wide_bwd_kernel
     launch(kernel, key, (dy, x, weight, dx if need_dx else None, partial), plan)
-    # torch's sum over a few hundred rows of four: deterministic, and too small for a custom kernel.
     return dx, partial.sum(0) if sums else partial.view(0)
 
 
@@ -399,8 +383,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
     x, weight = ctx.saved_tensors
     need_dx, need_dw, need_db, _ = ctx.needs_input_grad
     dx, sums = _poly_norm_bwd(dy, x, weight, ctx.eps, need_dx, need_dw, need_db)
@@ -408,7 +390,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         sums = sums.to(weight.dtype)
     dw = sums[:3].to(weight.dtype) if need_dw else None
     db = sums[-1].to(ctx.bias_dtype).view(ctx.bias_shape) if need_db else None
-    return dx if need_dx else None, dw, db, None
+    return dx if need_dx else None, dw, db
 
 
 _poly_norm = differentiable(_poly_norm_fwd, _setup_context, _backward)

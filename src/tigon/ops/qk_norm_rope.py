@@ -80,7 +80,6 @@ def qk_norm_rope(
     """
     if unknown:
         raise unknown_keyword("qk_norm_rope", unknown, HOMES)
-    # An identity test costs less than comparing fields.
     if config is not DEFAULT:
         _check_config(config)
         cos, sin = config.spread(cos, sin)
@@ -123,7 +122,6 @@ def qk_norm_rope_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
-        # Scale and rotation in fp32, as in the kernels.
         y = x.to(acc) * torch.rsqrt(x.to(acc).square().mean(-1, keepdim=True) + eps)
         if cast == "llama":
             y = y + (y.to(x.dtype).to(acc) - y).detach()  # rounded value, unrounded gradient
@@ -135,7 +133,6 @@ def qk_norm_rope_reference(
 
 
 def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype:
-    # promote_types costs the host more than the comparison.
     dtype = x.dtype
     if cast != "gemma" and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
@@ -172,7 +169,6 @@ def _qk_norm_rope_fwd_kernel(
     if FAR:
         far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    # int64: 2**31 elements are 512k tokens with width 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     # Select pointers instead of branching: q and k share the code and its registers.
     x_ptr = q_ptr if is_q else k_ptr
@@ -182,7 +178,6 @@ def _qk_norm_rope_fwd_kernel(
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
     x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
     y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
-    # k may have fewer heads than q: masked heads load 0 and are not stored.
     here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
 
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
@@ -199,7 +194,6 @@ def _qk_norm_rope_fwd_kernel(
         there = here & (rest < D)
         x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
         squares += tl.sum(x3 * x3, 2)
-    # Divide by D, not by the tile width. A program is a single warp, so these sums are shuffles without a barrier.
     rstd = tl.rsqrt(squares / D + eps)[:, :, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     n1, n2 = _hat(x1, rstd, dtype, ROUND) * (w1 + offset), _hat(x2, rstd, dtype, ROUND) * (w2 + offset)
@@ -254,11 +248,9 @@ def _bwd_heads(
             far = h.to(tl.int64)
         token = tile // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
         b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-        # Masked rows load 0 everywhere, also as angles, and add nothing to any sum.
         here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
         x_at = x_ptr + ((b * stride_xb + t * stride_xt)[:, None] + far[None, :] * stride_xh)[:, :, None]
         dy_at = dy_ptr + ((b * stride_dyb + t * stride_dyt)[:, None] + far[None, :] * stride_dyh)[:, :, None]
-        # Load x and dy first: memory is slower than L1, which serves the angles.
         x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         dy1, dy2 = load_pairs(dy_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
@@ -266,7 +258,6 @@ def _bwd_heads(
         s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         dn1, dn2 = turn(dy1, dy2, c1, c2, s1, s2, True)
         g1, g2 = dn1 * w1, dn2 * w2
-        # Both reductions together, so that the compiler may interleave their shuffles.
         squares, products = tl.sum(x1 * x1 + x2 * x2, 2), tl.sum(g1 * x1 + g2 * x2, 2)
         if BLOCK_REST > 0:
             there = here & (rest < D)
@@ -277,7 +268,6 @@ def _bwd_heads(
             products += tl.sum(g3 * x3, 2)
         rstd = tl.rsqrt(squares / D + eps)[:, :, None]
         if NEED_DW:
-            # xhat as in the forward pass, rounded under "llama"; dx treats the rounding as the identity.
             dw1 += dn1 * _hat(x1, rstd, dtype, ROUND)
             dw2 += dn2 * _hat(x2, rstd, dtype, ROUND)
             if BLOCK_REST > 0:
@@ -349,7 +339,6 @@ def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
     512 pairs, two 16-byte loads per thread from either half. Single-warp programs need no barriers, and many are in
     flight.
     """
-    # Heads with 96 dimensions have halves of 48 in tiles of 64.
     block_r = next_power_of_2(max(1, half))
     # Prefer heads to tokens: all heads of a token share angles.
     block_h = min(8, next_power_of_2(heads), max(1, 512 // block_r))
@@ -370,38 +359,32 @@ def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim))
 
 
-def _qk_norm_rope_fwd_fake(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
-    rounded: bool, unsqueeze_dim: int, interleaved: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return like(q, dtype), like(k, dtype)
+_OPTIONS = "float eps, float offset, bool rounded, int unsqueeze_dim, bool interleaved"
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset,"
-    " bool rounded, int unsqueeze_dim, bool interleaved, ScalarType dtype) -> (Tensor, Tensor)",
-    _qk_norm_rope_fwd_fake,
-)
+def _qk_norm_rope_fwd_fake(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return like(q, others[-1]), like(k, others[-1])
+
+
+@launcher(_qk_norm_rope_fwd_fake, rest=f"{_OPTIONS}, ScalarType dtype")
 def _qk_norm_rope_fwd(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
-    rounded: bool, unsqueeze_dim: int, interleaved: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    eps, offset, rounded, unsqueeze_dim, interleaved, dtype = options
     yq, yk = like(q, dtype), like(k, dtype)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
     # This key determines the copies below and the outputs' strides.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
-        cos.dtype, sin.dtype, eps, offset, rounded, unsqueeze_dim, interleaved, dtype,
+        cos.dtype, sin.dtype, *options,
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
-    # Wide loads need unit stride along D, which views of packed projections have.
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
 
     def plan() -> Plan:
         time, D, R = q.shape[3 - unsqueeze_dim], q.shape[3], cos.shape[-1]
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
-        # Sized for the larger head count: k's blocks are partly masked in grouped-query attention.
         block_t, block_h, block_r, warps = _fwd_tile(R // 2, max(heads))
         tokens = q.shape[0] * time
         arguments = (
@@ -417,10 +400,8 @@ def _qk_norm_rope_fwd(
 
 
 def _qk_norm_rope_bwd_fake(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, dyq: Tensor | None,
-    dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
-    need: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, need: list[bool], *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         like(q, q.dtype) if need[0] else q.new_empty(0), like(k, k.dtype) if need[1] else q.new_empty(0),
         torch.empty_like(q_weight) if need[2] else q.new_empty(0),
@@ -428,40 +409,29 @@ def _qk_norm_rope_bwd_fake(
     )  # fmt: skip
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, Tensor? dyq, Tensor? dyk,"
-    " float eps, float offset, bool rounded, int unsqueeze_dim, bool interleaved, bool[4] need)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _qk_norm_rope_bwd_fake,
-)
+@launcher(_qk_norm_rope_bwd_fake, rest=_OPTIONS)
 def _qk_norm_rope_bwd(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, dyq: Tensor | None,
-    dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
-    need: list[bool],
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, need: list[bool], cos: Tensor, sin: Tensor,
+    dyq: Tensor | None, dyk: Tensor | None, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """need: dq, dk, dWq, dWk. dq and dWq need dyq; dk and dWk need dyk."""
     need_dq, need_dk, need_dwq, need_dwk = need
-    results = _qk_norm_rope_bwd_fake(
-        q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
-    )
-    dq, dk, dwq, dwk = results
-    # Without rows no kernel writes the weights' gradients.
+    eps, offset, rounded, unsqueeze_dim, interleaved = options
+    dq, dk, dwq, dwk = results = _qk_norm_rope_bwd_fake(q, k, q_weight, k_weight, need)
     if q.numel() == 0 and k.numel() == 0:
         dwq.zero_()
         dwk.zero_()
         return results
-    # The kernel skips q (or k) if neither dq nor dWq (dk nor dWk) is needed.
     dyq, dyk = dyq if need_dq or need_dwq else None, dyk if need_dk or need_dwk else None
     # need is part of the key, since unwanted gradients are None to the kernel; so are the strides of dy, which autograd
     # chooses.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
         cos.dtype, sin.dtype, *((None, None) if dy is None else (dy.stride(), dy.dtype) for dy in (dyq, dyk)),
-        eps, offset, rounded, unsqueeze_dim, interleaved, *need,
+        *options, *need,
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
-    # An expanded gradient, as from y.sum(), has stride 0 and is copied.
     dyq, dyk = (dy if dy is None else unit_stride(dy) for dy in (dyq, dyk))
     D, half = q.shape[3], cos.shape[-1] // 2
     rows, most_heads, warps, stages, per_multiprocessor = _bwd_tile(half)
@@ -483,10 +453,8 @@ def _qk_norm_rope_bwd(
         )  # fmt: skip
         return programs, arguments, {"num_warps": warps}
 
-    # A single launch for both tensors: the walk over k fills SMs that have finished q.
     launch(_qk_norm_rope_bwd_kernel, key, (q, k, q_weight, k_weight, cos, sin, dyq, dyk, *outputs, partial), plan)
     if partial is not None:
-        # partial has one or two rows per program; without dWq, dWk comes first.
         first, second = (dwq, dwk) if need_dwq else (dwk, None)
         sum_rows(partial, first, second if need_dwk else None)
     return results
@@ -496,20 +464,17 @@ def _qk_norm_rope_bwd(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, _ = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.options = inputs[6:11]
+    ctx.save_for_backward(*inputs[:6])
 
 
 def _backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> tuple[Tensor | None, ...]:
-    # q, k, and their weights. A missing upstream gradient is None: its side is skipped entirely.
     need = [n and dy is not None for n, dy in zip(ctx.needs_input_grad[:4], (dyq, dyk, dyq, dyk), strict=True)]
     if not any(need):
-        return (None,) * 12
-    gradients = _qk_norm_rope_bwd(
-        *ctx.saved_tensors, dyq, dyk, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, need
-    )
-    wanted = (g if n else None for g, n in zip(gradients, need, strict=True))
-    return *wanted, None, None, None, None, None, None, None, None
+        return ()
+    *inputs, cos, sin = ctx.saved_tensors
+    gradients = _qk_norm_rope_bwd(*inputs, need, cos, sin, dyq, dyk, *ctx.options)
+    return tuple(g if n else None for g, n in zip(gradients, need, strict=True))
 
 
 _qk_norm_rope = differentiable(_qk_norm_rope_fwd, _setup_context, _backward, outputs=2)

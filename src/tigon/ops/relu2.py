@@ -44,11 +44,11 @@ def relu2_reference(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _relu2_fwd_fake(x: Tensor, multiplier: float) -> Tensor:
+def _relu2_fwd_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x, float multiplier) -> Tensor", _relu2_fwd_fake)
+@launcher(_relu2_fwd_fake)
 def _relu2_fwd(x: Tensor, multiplier: float) -> Tensor:
     y = _relu2_fwd_fake(x, multiplier)
     if y.numel():
@@ -57,11 +57,11 @@ def _relu2_fwd(x: Tensor, multiplier: float) -> Tensor:
     return y
 
 
-def _relu2_bwd_fake(dy: Tensor, x: Tensor, multiplier: float) -> Tensor:
+def _relu2_bwd_fake(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor dy, Tensor x, float multiplier) -> Tensor", _relu2_bwd_fake)
+@launcher(_relu2_bwd_fake)
 def _relu2_bwd(dy: Tensor, x: Tensor, multiplier: float) -> Tensor:
     dx = _relu2_bwd_fake(dy, x, multiplier)
     if dx.numel():
@@ -79,8 +79,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
-    return (None if dy is None else _relu2_bwd(dy, *ctx.saved_tensors, ctx.multiplier)), None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
+    return (_relu2_bwd(dy, *ctx.saved_tensors, ctx.multiplier),)
 
 
 _relu2 = differentiable(_relu2_fwd, _setup_context, _backward)

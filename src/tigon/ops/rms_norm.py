@@ -92,7 +92,6 @@ def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
         raise ValueError(f"{name}: cast must be one of {CASTS}, got {cast!r}.")
     if weight is not None and getattr(weight, "shape", None) != x.shape[-1:]:
         check_no_shape(name, weight)
-        # Raises if weight is a layer or a list; a tensor with the wrong shape gets the error below.
         check_tensors(name, weight=weight)
         raise ValueError(
             f"{name}: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
@@ -152,7 +151,6 @@ def _rms_norm_fwd_kernel(
         total = x.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + y_at, total, mask=mask)
         x = total.to(tl.float32)
-    # Masked columns hold 0, so the sum needs no select; divide by N, not by BLOCK_N.
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
@@ -187,7 +185,6 @@ def _rms_norm_bwd_kernel(
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
-    # A partial sum per tile row; the tile rows are added once, after the loop.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -218,7 +215,6 @@ def _rms_norm_bwd_kernel(
             xhat = x * rstd
             mean = (tl.sum(wdy * xhat, 1) / N)[:, None]
         if dw_ptr is not None:
-            # The forward scaled the rounded xhat, so dW uses the rounded xhat.
             if ROUND:
                 dw += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
@@ -245,7 +241,6 @@ def _rms_norm_wide_fwd_kernel(
     eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    # int64 once for the row; columns within a row are int32.
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
     if r_ptr is not None:
@@ -299,7 +294,6 @@ def _rms_norm_wide_dx_kernel(
         if w_ptr is not None:
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
         products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    # Σ wdy · xhat = rstd · Σ wdy · x; the second rstd turns x into xhat below.
     mean = tl.sum(products, 0) * rstd * rstd / N
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -357,14 +351,11 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     row is so wide that registers are short.
     """
     block_n = next_power_of_2(n)
-    # 16 KiB per tile: 2 inputs and 3 stages take 96 KiB, available to a program on SMs with 100 KiB or more.
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
-        # Shared memory must hold every resident program's inputs in every stage.
         block_m, stages = 1, 4
         if block_n * itemsize == 8192:
             warps, resident = 4, 2
-    # In the memory dtype, which is how the pipeline keeps a tile in shared memory.
     tile_bytes = block_m * block_n * itemsize
     # A 32 KiB tile is one row: x, dy and the partial dW need 16 warps' registers. Registers are short, so rstd is
     # loaded, the weight is reloaded for every row, and nothing is prefetched.
@@ -380,7 +371,6 @@ def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     dtype: dtype of the rows that the backward pass reads.
     """
-    # N = 0 has no rows, and must not divide.
     N = x.shape[-1]
     rows = x.numel() // N if N * dtype.itemsize > MAX_TILE else 0
     return torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -390,7 +380,7 @@ def _rms_norm_fwd_fake(x: Tensor, weight: Tensor | None, eps: float, offset: flo
     return empty_rows(x, _out_dtype(x.dtype, weight, cast)), _empty_rstd(x, x.dtype)
 
 
-@launcher("(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)", _rms_norm_fwd_fake)
+@launcher(_rms_norm_fwd_fake)
 def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
     y, rstd = _rms_norm_fwd_fake(x, weight, eps, offset, cast)
     _forward(x, None, weight, y, None, rstd, eps, offset, cast)
@@ -436,11 +426,7 @@ def _rms_norm_bwd_fake(
     return dx, torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
 
 
-@launcher(
-    "(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float eps, float offset, str cast, bool need_dx,"
-    " bool need_dw) -> (Tensor, Tensor)",
-    _rms_norm_bwd_fake,
-)
+@launcher(_rms_norm_bwd_fake)
 def _rms_norm_bwd(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float, cast: str,
     need_dx: bool, need_dw: bool,
@@ -473,7 +459,6 @@ def _rms_norm_bwd(
         if need_dw:
             partial, _ = shares(programs, dw)
         stages = 1 if cdiv(M, block_m) == 1 else stages
-        # RELOAD is set together with a saved rstd: both mean that registers are short.
         launch(
             _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
             lambda: (
@@ -506,16 +491,13 @@ def _rms_norm_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.options = inputs
-    # rstd is empty for rows that the backward pass holds in registers.
     ctx.save_for_backward(x, weight, output[1])
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None, None
     need_dx, need_dw, *_ = ctx.needs_input_grad
     dx, dw = _rms_norm_bwd(dy, None, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None, None
+    return dx if need_dx else None, dw if need_dw else None
 
 
 _rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)

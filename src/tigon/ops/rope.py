@@ -62,7 +62,6 @@ class Rope:
             raise ValueError(f"rope: angles must be 'twice' or 'once', got {self.angles!r}.")
         if self.mrope_section is not None:
             section = tuple(self.mrope_section)  # lists are not hashable
-            # A frozen dataclass rejects plain assignment. torch.compile finds graphs by the hash, which needs a tuple.
             object.__setattr__(self, "mrope_section", section)
             if len(section) != 3 or min(section) < 0:
                 raise ValueError(f"rope: mrope_section must be three numbers of pairs, got {section}.")
@@ -117,17 +116,17 @@ def rope(
     planes = (-1, -1) if section is None else _planes(section, cos)
     check_rotary("rope", q, k, cos, sin, unsqueeze_dim, 1 if section is None else 3)
     if not use_triton(q, k, cos, sin):
-        rotated: tuple[Tensor, Tensor] | Tensor = _rotated(q, k, cos, sin, unsqueeze_dim, config)
+        rotated: tuple[Tensor, Tensor] | Tensor = _rotate(q, k, cos, sin, unsqueeze_dim, config)
         return rotated
     options: Any = (unsqueeze_dim, config.interleaved, *planes, config.arithmetic == "native", False)
     # A launch takes a single dtype for x and for y; a k with another dtype gets a separate launch.
     turned: tuple[Tensor, Tensor] = _rope(
-        q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promoted(q, cos)
+        q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promote(q, cos)
     )
     if k is None:
         return turned[0]
     if k.dtype != q.dtype:
-        return turned[0], _rope(k, None, cos, sin, *options, _promoted(k, cos))[0]
+        return turned[0], _rope(k, None, cos, sin, *options, _promote(k, cos))[0]
     return turned
 
 
@@ -151,7 +150,6 @@ def check_rotary(
             raise ValueError(f"{name}: k must match q {tuple(shape)} in all but the heads, got {tuple(other)}.")
     dims = len(angles)
     fits = dims == 3 or dims == 2 if planes == 1 else dims == 4 and angles[0] == planes
-    # Angles without dimensions fail below, where the message shows their shape.
     R = angles[-1] if dims else 0
     if fits and dims > 2:
         fits = angles[-3] == B or angles[-3] == 1
@@ -173,24 +171,23 @@ def check_rotary(
 
 def _planes(section: Sequence[int], cos: Tensor) -> tuple[int, int]:
     """Return the first pair of the second and of the third plane of angles."""
-    # Runs before check_rotary: cos may have any shape, even ().
     half = cos.shape[-1] // 2 if cos.dim() else 0
     if sum(section) != half:
         raise ValueError(f"rope: config.mrope_section must sum to {half}, half the width of cos, got {tuple(section)}.")
     return section[0], section[0] + section[1]
 
 
-def _promoted(x: Tensor, cos: Tensor) -> torch.dtype:
+def _promote(x: Tensor, cos: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == cos.dtype else torch.promote_types(x.dtype, cos.dtype)
 
 
 def rope_reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, config: Rope = DEFAULT
 ) -> Any:
-    return _rotated(q, k, *config.spread(cos, sin), unsqueeze_dim, config)
+    return _rotate(q, k, *config.spread(cos, sin), unsqueeze_dim, config)
 
 
-def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, config: Rope) -> Any:
+def _rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, config: Rope) -> Any:
     """The operator in plain PyTorch; cos and sin hold each angle twice."""
     interleaved, section = config.interleaved, config.mrope_section
     if section is not None:
@@ -205,7 +202,6 @@ def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_di
     def rotate(x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, cos.dtype)
         turned, rest, c, s = x[..., :R], x[..., R:], cos, sin
-        # "native" computes in the given dtypes, where torch rounds every product.
         if config.arithmetic == "fp32":
             turned, c, s = (t.to(torch.promote_types(dtype, torch.float32)) for t in (turned, c, s))
         if interleaved:
@@ -263,7 +259,6 @@ def _rope_kernel(
     if FAR:
         far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    # int64: 2**31 elements are 512k tokens with width 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     # Load angles in two dimensions and expand: with a single head a three-dimensional load takes a third more
     # registers.
@@ -272,17 +267,14 @@ def _rope_kernel(
     s1, s2 = load_pairs(sin_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
     c1, c2, s1, s2 = c1[:, None, :], c2[:, None, :], s1[:, None, :], s2[:, None, :]
 
-    # Select pointers and strides instead of branching: q and k share the code and its registers.
     x_ptr = q_ptr if is_q else k_ptr
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
     x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
     y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
-    # q's last block needs the head mask: lanes beyond heads_q would write past the token's heads.
     here = (known & (h < heads)[None, :])[:, :, None]
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-    # load_pairs returns fp32: only "native" rounds products, explicitly.
     if NATIVE:
         y1, y2 = _turn_rounding(x1, x2, c1, c2, s1, s2, y_ptr.dtype.element_ty, INVERSE)
     else:
@@ -305,7 +297,6 @@ def _tile(half: int, heads: int) -> tuple[int, int, int, int]:
     block_r = next_power_of_2(max(1, half))
     # With a third of the lanes padded (heads with 96 dimensions): more tokens and fewer heads.
     block_h = min(4 if block_r == half else 2, next_power_of_2(heads))
-    # A single warp: there are no reductions, and many programs are in flight.
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
 
@@ -315,10 +306,11 @@ def like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernels write unit strides
 
 
-def _rope_fake(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
-    third: int, native: bool, inverse: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+_OPTIONS = "int unsqueeze_dim, bool interleaved, int second, int third, bool native, bool inverse, ScalarType dtype"
+
+
+def _rope_fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    unsqueeze_dim, *_, inverse, dtype = options
     if not inverse:
         return like(q, dtype), q.new_empty(0) if k is None else like(k, dtype)
     # Token-major for any gradient layout: the projection's backward then needs no copy.
@@ -332,26 +324,16 @@ def _rope_fake(
     return yq, torch.empty_strided((B, K, T, D), (T * K * D, D, K * D, 1), dtype=dtype, device=q.device)
 
 
-@launcher(
-    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, int unsqueeze_dim, bool interleaved, int second, int third,"
-    " bool native, bool inverse, ScalarType dtype) -> (Tensor, Tensor)",
-    _rope_fake,
-)
-def _rope_launch(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
-    third: int, native: bool, inverse: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Shared with the traced op, so that strides cannot disagree.
-    yq, yk = _rope_fake(q, k, cos, sin, unsqueeze_dim, interleaved, second, third, native, inverse, dtype)
+@launcher(_rope_fake, rest=_OPTIONS)
+def _rope_launch(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    unsqueeze_dim, interleaved, second, third, native, inverse, _ = options
+    yq, yk = _rope_fake(q, k, cos, sin, *options)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
-    options = unsqueeze_dim, interleaved, second, third, native, inverse, dtype
-    # This key determines the copies below and the outputs' strides.
     key = (
         options, q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), sin.stride(), cos.dtype, sin.dtype,
         None if k is None else (k.shape, k.stride()),
     )  # fmt: skip
-    # Equal strides for both tables: three strides instead of six, and half the address arithmetic.
     cos, sin = unit_strides_alike(cos, sin)
     q = unit_stride(q)
     k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # without k: 0 heads
@@ -363,7 +345,6 @@ def _rope_launch(
         strides = [
             s for x in (q, k_or_q, yq, yk_or_yq) for s in (x.stride(0), x.stride(time_dim), x.stride(unsqueeze_dim))
         ]
-        # Sized for the larger head count: with grouped queries, k's last block may be partly masked.
         block_t, block_h, block_r, warps = _tile(R // 2, max(heads))
         arguments = (
             tokens, q.shape[time_dim], *heads, D, *angle_strides(cos), *strides, R // 2, interleaved, second, third,
@@ -386,7 +367,6 @@ def far_apart(unsqueeze_dim: int, *tensors: Tensor | None) -> bool:
 
     Only then are head offsets computed in 64 bits, which takes registers.
     """
-    # Triton pointers count elements, not bytes.
     return any(x is not None and x.shape[unsqueeze_dim] * x.stride(unsqueeze_dim) >= 2**31 for x in tensors)
 
 
@@ -397,7 +377,6 @@ def unit_stride(x: Tensor) -> Tensor:
 def unit_strides_alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin with equal strides, as the kernels expect."""
     strides = cos.stride()
-    # An expanded batch has stride 0 and is not copied: a copy would materialize the angles for each sequence.
     return (cos, sin) if strides[-1] == 1 and strides == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
@@ -414,7 +393,6 @@ def angle_strides(cos: Tensor) -> tuple[int, int, int]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, _, cos, sin, *ctx.options, _, _ = inputs
-    # The rotation is linear: dx needs neither q nor k.
     ctx.save_for_backward(cos, sin)
     ctx.dtype = q.dtype
 
@@ -425,10 +403,9 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | 
     if need_dq and dq is not None:
         gq, gk = _rope_launch(dq, dk if need_dk else None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
         gk = None if dk is None or not need_dk else gk
-    # Without dq, dk takes q's place in the launch.
     elif need_dk and dk is not None:
         gk, _ = _rope_launch(dk, None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
-    return gq, gk, None, None, None, None, None, None, None, None, None
+    return gq, gk
 
 
 _rope = differentiable(_rope_launch, _setup_context, _backward, outputs=2)

@@ -44,10 +44,8 @@ LEAST = torch.finfo(torch.float32).min
 def local_labels(target: Tensor, ignore_index: int, first: int, size: int, classes: int) -> Tensor:
     """Map global targets, any integer dtype, to int64 labels for the `size` classes from `first` on."""
     target = target.long()
-    # int64: a bound beyond a narrow dtype's range would wrap.
     here = (target >= first) & (target < first + size)
     labels = torch.where(here, target - first, ELSEWHERE)
-    # Later selections override earlier ones; ignore_index comes last, since a valid class may be ignored.
     labels = torch.where((target >= 0) & (target < classes), labels, OUTSIDE)
     return torch.where(target == ignore_index, IGNORED, labels)
 
@@ -64,8 +62,7 @@ def _statistics_reference(
     logits: Tensor, labels: Tensor, temperature: float, softcap: float, scale: float, along: bool, total: bool
 ) -> Tensor:
     k = _units(temperature, softcap, scale)[2]
-    z = _capped(logits, softcap, scale)
-    # Finite for a row with only -inf, where z − top is then -inf, not NaN.
+    z = _cap(logits, softcap, scale)
     top = z.amax(-1, keepdim=True).clamp(min=LEAST)
     power = (z - top) * k
     e = torch.exp2(power)
@@ -79,7 +76,7 @@ def _statistics_reference(
     return torch.where((labels == IGNORED).unsqueeze(-1), 0.0, torch.stack(found, -1))
 
 
-def _capped(logits: Tensor, softcap: float, scale: float) -> Tensor:
+def _cap(logits: Tensor, softcap: float, scale: float) -> Tensor:
     """Return the statistics' z: capped logits or, without a cap, logits before the scale."""
     return _cap_reference(logits, softcap, scale)[0] if softcap else logits
 
@@ -97,11 +94,9 @@ class _Merged(NamedTuple):
 def _merge_reference(parts: Tensor, labels: Tensor, k: float, along: bool, total: bool) -> _Merged:
     tops, sums = parts[..., 0], parts[..., 1]
     top = tops.amax(0)
-    # Bounded as in the kernel: 2⁻¹⁰⁰⁰ is 0, and 0 · step stays 0 for a device without classes.
     step = ((tops - top) * k).clamp(min=-1000.0)
     shrink = torch.exp2(step)
     row_sum = (sums * shrink).sum(0)
-    # Every device labels an out-of-range target OUTSIDE, so all devices get NaN without communication.
     log2_sum = torch.where(labels == OUTSIDE, float("nan"), row_sum.log2())
     entropy = None
     if along:
@@ -124,11 +119,9 @@ def _shard_statistics_kernel(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's statistics over the local classes."""
-    # int64: row · stride may exceed 2**31; columns stay int32.
     row = tl.program_id(0).to(tl.int64)
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
     out_ptr += row * COLUMNS
-    # Only IGNORED exits here: a row whose target is on another device, or invalid, still contributes to the sums.
     label = tl.load(label_ptr + row)
     if label == IGNORED:
         # Write zeros: every row is communicated, and uninitialized memory would vary between runs.
@@ -137,10 +130,8 @@ def _shard_statistics_kernel(
         return
     logits_ptr += row * stride_m
     top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, EDGES, DEPTH, BLOCK)
-    # 0 for classes on other devices, so that the sum over devices is the logit.
     z_target = tl.load(logits_ptr + label, mask=label >= 0, other=0.0).to(tl.float32)
     if SOFTCAP:
-        # cap(0) = 0: the target z for other devices' classes stays 0.
         z_target, _ = cap(z_target, unit, softcap)
     tl.store(out_ptr, top)
     tl.store(out_ptr + 1, total)
@@ -163,7 +154,6 @@ def _merged_rows(
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     for part in range(world):
-        # rows is int64: devices × rows × columns may exceed 2**31.
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
@@ -173,19 +163,15 @@ def _merged_rows(
         at = parts_ptr + (part * M + rows) * COLUMNS
         # Bounded: for a device without classes 0 · inf would be NaN.
         step = tl.maximum((tl.load(at, mask=inside, other=LOWEST) - top) * k, -1000.0)
-        # 1 beyond M, so that logarithm and quotient stay finite.
         own = tl.load(at + 1, mask=inside, other=1.0)
         shrink = tl.exp2(step)
         total += own * shrink
         z_target += tl.load(at + 2, mask=inside, other=0.0)
         if ALONG:
-            # The sum is relative to the device's maximum: the logarithm shifts by step, hence the second term.
             along += shrink * (tl.load(at + 3, mask=inside, other=0.0) + own * step)
         if SUM:
             sum_z += tl.load(at + 3 + ALONG, mask=inside, other=0.0)
-    # A target out of range: NaN for loss and gradient, on every device.
     log2_sum = tl.where(labels == OUTSIDE, float("nan"), tl.log2(total))
-    # entropy = log Σ e − Σ e · log e / Σ e; compiled away without ALONG.
     return top, log2_sum, z_target, (log2_sum - along / total) * LN2, sum_z
 
 
@@ -200,7 +186,6 @@ def _merge_cross_entropy_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < M
-    # Lanes beyond M count as IGNORED and store nothing.
     labels = tl.load(label_ptr + rows, mask=inside, other=IGNORED)
     counts = labels != IGNORED
     top, log2_sum, z_target, _entropy, sum_z = _merged_rows(
@@ -209,7 +194,6 @@ def _merge_cross_entropy_kernel(
     loss, _, _ = row_loss(
         z_target, 1.0, top, log2_sum, sum_z, 0.0, classes, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
     )
-    # Select: an ignored row's statistics are 0, and log 0 is not finite.
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
     tl.store(stats_ptr + HEAD + 2 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + HEAD + 2 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
@@ -233,7 +217,6 @@ def _merge_logprob_kernel(
     top, log2_sum, z_target, entropy, sum_z = _merged_rows(
         parts_ptr, rows, inside, labels, M, world, k, ALONG, SUM, OUTSIDE, BLOCK
     )
-    # Subtract the close numbers first, as in `_logprob_fwd_kernel`.
     logprob = ((z_target - top) * k - log2_sum) * LN2
     tl.store(logprob_ptr + rows, tl.where(counts, logprob, 0.0), mask=inside)
     if ALONG:
@@ -244,12 +227,10 @@ def _merge_logprob_kernel(
         first = counts & (labels != OUTSIDE) & (z_target >= top)
         tl.store(top1_ptr + rows, first.to(tl.int8), mask=inside)
     if SUM:
-        # The mean over all devices' classes, scaled once; capped logits include the scale already.
         mean = sum_z / classes
         if not SOFTCAP:
             mean = mean * unit
         tl.store(mean_ptr + rows, tl.where(counts, mean, 0.0), mask=inside)
-    # 0 for ignored rows: the backward kernel computes with these numbers before selecting 0.
     tl.store(stats_ptr + 3 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + 3 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
     if ALONG:
@@ -290,9 +271,7 @@ def shard_statistics(
             here = logits[part].to(out.dtype), labels[part]
             out[part] = _statistics_reference(*here, temperature, softcap, scale, along, total)
         return
-    # The unit k maps z to powers of 2 and includes the temperature.
     sizes = V, logits.stride(0), *_units(temperature, softcap, scale)
-    # Kernels cannot read Python globals: pass IGNORED as a constant.
     branches = softcap != 0.0, along, total, IGNORED, uneven(logits)
     key = (M, sizes, branches, logits.dtype)
 
@@ -313,13 +292,11 @@ def merge_cross_entropy(
     stats: (4 + 2 M,), as in `tigon.ops.cross_entropy.launches`.
     """
     world, M, _ = parts.shape
-    # Cross entropy has no temperature: k is log₂ e, times the scale unless a cap has applied the scale.
     k = _units(1.0, softcap, scale)[2]
     if M == 0:
         return
     if not use_triton(parts):
         merged = _merge_reference(parts, labels, k, False, label_smoothing != 0.0)
-        # `tigon.kernels.tiles.loss.row_loss` in PyTorch, without weights.
         unit = 1.0 if softcap else scale
         log_sum = merged.log2_sum * LN_2
         found = (merged.top - merged.of_target) * unit + log_sum
@@ -330,13 +307,10 @@ def merge_cross_entropy(
         counts = labels != IGNORED
         loss.copy_(torch.where(counts, found, 0.0))
         both = torch.stack([merged.top, merged.log2_sum], -1)
-        # The first four numbers belong to the reduction, which a head's loss does not use.
         stats[4:] = torch.where(counts.unsqueeze(-1), both, 0.0).view(-1)
         return
-    # Many rows per program: a row has only a few numbers.
     sizes = M, world, classes, label_smoothing, z_loss, scale, k
     branches = label_smoothing != 0.0, softcap != 0.0, IGNORED, OUTSIDE, ROWS
-    # The key needs no dtypes: statistics and losses are fp32, labels int64.
     plan = cdiv(M, ROWS), (*sizes, *branches), {"num_warps": 4}
     launch(_merge_cross_entropy_kernel, (sizes, branches), (parts, labels, loss, stats), lambda: plan)
 
@@ -370,11 +344,9 @@ def merge_logprob(
             if value is not None:
                 stats[:, i] = torch.where(counts, value, 0.0)
         return
-    # As in `logprob_rows`: torch.bool is stored as bytes 0 and 1.
     values: list[Tensor | None] = list(results)
     if values[3] is not None:
         values[3] = values[3].view(torch.int8)
-    # Every z is capped already: the kernel only needs to know whether there is a cap.
     sizes = M, world, classes, *units[1:]
     branches = softcap != 0.0, IGNORED, OUTSIDE, ROWS
     key = (sizes, branches, *(t is None for t in values))

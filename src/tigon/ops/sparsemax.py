@@ -65,11 +65,9 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
     z = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(dim, -1)
     if z.numel() == 0:
         return x.clone()
-    # Sparsemax is invariant to a shift, and smaller numbers sum more exactly.
     z = z - z.amax(-1, keepdim=True).detach()
     ordered = z.detach().sort(-1, descending=True).values
     k = torch.ones_like(ordered).cumsum(-1)  # an arange, but a DTensor if x is
-    # At least one element: a row of NaN has no support.
     size = (k * ordered > ordered.cumsum(-1) - 1).sum(-1, keepdim=True).clamp(min=1)
     support = z >= ordered.gather(-1, size - 1)
     tau = (torch.where(support, z, 0.0).sum(-1, keepdim=True) - 1) / size
@@ -86,7 +84,6 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
 @jit
 @do_not_specialize("M")
 def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    # int64: row · stride exceeds 2**31 at 64k rows of width 32768.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
@@ -98,22 +95,18 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     nan = tl.sum(tl.where(x == x, 0.0, x), 1)
     # The maximum is now 0, so τ lies in [-1, 0). The elements above -1 are a small first guess of the support.
     above = x > -1.0
-    # fp32 counts are exact: a row here is narrower than 2**24.
     size = tl.sum(above.to(tl.float32), 1)
     total = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
     dropped = 1
-    # The support only shrinks, and is final once a step drops no element.
     while dropped > 0:
         above = size[:, None] * x > total[:, None]  # no rounded quotient: ties stay outside
         # Michelot's step: τ of the current support is total / size, and elements not above τ leave.
         left = tl.sum(above.to(tl.float32), 1)
         sums = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
         dropped = tl.max((left < size).to(tl.int32), 0)
-        # A finished row keeps sum and size while the tile continues.
         total = tl.where(left < size, sums, total)
         size = tl.minimum(left, size)
     above = size[:, None] * x > total[:, None]
-    # The same products that decided the support, so that no y in the support is below 0.
     y = tl.where(above, (size[:, None] * x - total[:, None]) * (1.0 / size)[:, None], 0.0) + nan[:, None]
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -224,7 +217,7 @@ def _sparsemax_fwd_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x) -> Tensor", _sparsemax_fwd_fake)
+@launcher(_sparsemax_fwd_fake)
 def _sparsemax_fwd(x: Tensor) -> Tensor:
     y = _sparsemax_fwd_fake(x)
     if x.numel() == 0:
@@ -238,11 +231,11 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
         launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 32}))
     else:
 
-        def tiled() -> Plan:
+        def plan_tile() -> Plan:
             block_m, block_n, warps = _fwd_tile(N)
             return cdiv(M, block_m), (M, N, stride, block_m, block_n), {"num_warps": warps}
 
-        launch(_sparsemax_fwd_kernel, key, (x, y), tiled)
+        launch(_sparsemax_fwd_kernel, key, (x, y), plan_tile)
     return y
 
 
@@ -250,7 +243,7 @@ def _sparsemax_bwd_fake(dy: Tensor, y: Tensor) -> Tensor:
     return y.new_empty(y.shape)
 
 
-@launcher("(Tensor dy, Tensor y) -> Tensor", _sparsemax_bwd_fake)
+@launcher(_sparsemax_bwd_fake)
 def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     dx = _sparsemax_bwd_fake(dy, y)
     if y.numel() == 0:
@@ -260,11 +253,11 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     # dx is dense. An expanded dy has no unit stride, and `view_rows` copies it.
     strides = dy.stride(0), y.stride(0)
 
-    def tiled() -> Plan:
+    def plan_tile() -> Plan:
         block_m, block_n, warps = _bwd_tile(N)
         return cdiv(M, block_m), (M, N, *strides, block_m, block_n), {"num_warps": warps}
 
-    launch(_sparsemax_bwd_kernel, (M, N, *strides, dy.dtype, y.dtype), (dy, y, dx), tiled)
+    launch(_sparsemax_bwd_kernel, (M, N, *strides, dy.dtype, y.dtype), (dy, y, dx), plan_tile)
     return dx
 
 
@@ -275,9 +268,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None or not ctx.needs_input_grad[0]:
-        return (None,)
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
     return (_sparsemax_bwd(dy, *ctx.saved_tensors),)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
-from tigon.ops.embedding_bag.rows import coalesced
+from tigon.ops.embedding_bag.rows import coalesce_rows
 from tigon.training.perturb import upload
 
 WIDEST = 8192  # the most columns per row that a program holds
@@ -137,7 +137,7 @@ def _rows_and_gradients(grad: Tensor) -> tuple[Tensor | None, Tensor]:
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).coalesce()
         return exact.indices()[0], exact.values().to(grad.dtype)
     # `embedding_bag`'s sums for bags with a single row: in fp32, the same bits on every run.
-    return coalesced(indices, values, grad.shape[0])
+    return coalesce_rows(indices, values, grad.shape[0])
 
 
 def row_adagrad(

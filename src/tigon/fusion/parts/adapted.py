@@ -177,4 +177,4 @@ def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | Non
         base.set_compute_type(x)
         base.compute_type_is_set = True
     fits = base.compute_dtype in (None, dtype) and (base.compute_dtype is not None or dtype == x.dtype)
-    return FourBit.of(base.weight) if fits and base.weight.device == x.device else None
+    return FourBit.from_parameter(base.weight) if fits and base.weight.device == x.device else None

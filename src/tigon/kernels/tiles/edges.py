@@ -29,7 +29,7 @@ def split(ptr, N):
 
 
 @jit
-def aligned(ptr, head):
+def align(ptr, head):
     """The body's start, with the promise that 16 divides the address."""
     return tl.multiple_of(ptr + head, 16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tigon.kernels import jit, tl
 from tigon.kernels.tiles.cap import cap
 from tigon.kernels.tiles.constants import LOWEST
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.parts import numbers_of_parts
 
 
@@ -65,7 +65,7 @@ def row_moments(
     body_ptr = logits_ptr
     if EDGES:
         first, width = split(logits_ptr, V)
-        body_ptr = aligned(logits_ptr, first)
+        body_ptr = align(logits_ptr, first)
     # int32 columns: a single row has fewer than 2**31 numbers. Only the caller's row offset is int64.
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width

@@ -159,21 +159,19 @@ def cross_entropy(
     # From here on 0.0 means no softcap: an operator's schema has floats, and the kernel a branch.
     options = (ignore_index, config.label_smoothing, config.z_loss, config.softcap or 0.0, config.scale)
     if not use_triton(logits, weight):
-        return _composed(logits, target, weight, reduction, divisor, details, *options)
+        return _compose(logits, target, weight, reduction, divisor, details, *options)
     if divisor is not None:
         if isinstance(divisor, Tensor):
-            # A tensor, so that a new value needs no new kernel or graph.
             divisor = divisor.detach().to(logits.device)
         else:
             divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
-    # A separate operator for details: otherwise no predictions are allocated and the loop has no comparison.
     if not details:
         return _loss_of_logits(logits, target, weight, divisor, reduction, inplace, *options)
     loss, *others = _loss_and_details(logits, target, weight, divisor, reduction, inplace, *options)
     return CrossEntropyDetails(loss, *(t.detach() for t in others))
 
 
-def _composed(
+def _compose(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, divisor: Tensor | float | None,
     details: bool, *options: Any,
 ) -> Tensor | CrossEntropyDetails:  # fmt: skip

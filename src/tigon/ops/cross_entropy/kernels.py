@@ -17,7 +17,7 @@ from __future__ import annotations
 from tigon.kernels import do_not_specialize, jit, tl
 from tigon.kernels.tiles.cap import cap
 from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.loss import row_loss
 
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
@@ -47,7 +47,6 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
     # p = exp(logit − lse) = 2^((z − top) k − log₂ Σ). A logit of -inf gives p = 0 and a gradient of 0. Subtract top
     # first: the difference of close numbers is exact, while either number times k would be rounded.
     p = tl.exp2((z - top) * k - log2_sum)
-    # d(z_loss · lse²)/dz = 2 · z_loss · lse · p: z-loss adds to the mass.
     mass += 2.0 * z_loss * lse
     if taken is None:
         # Without smoothing only the target has mass, and the caller writes the target's element. The brackets leave a
@@ -82,7 +81,6 @@ def _fold_tile(
             sum_w += tl.sum(w, 0)
         else:
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-    # All lanes rescale in each step, since a branch would make warps diverge.
     new = tl.maximum(top, tl.max(z, 0))
     total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
     return new, total, sum_z, sum_w, peak, best
@@ -110,13 +108,12 @@ def row_sums(
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     best = tl.full((BLOCK,), NOWHERE, tl.int32)
     k = LOG2E if SOFTCAP else scale * LOG2E
-    # `first` columns precede the body of `width` columns; classes are first + column.
     first = 0
     width = V
     body_ptr = logits_ptr
     if EDGES:
         first, width = split(logits_ptr, V)
-        body_ptr = aligned(logits_ptr, first)
+        body_ptr = align(logits_ptr, first)
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
         # -inf in masked lanes wins no maximum, and has an exponential of 0.
@@ -127,7 +124,6 @@ def row_sums(
         )  # fmt: skip
     row_top = tl.max(top, 0)
     if EDGES:
-        # After the body, whose cache lines contain the edges and whose registers are free again.
         edge, real = edges(logits_ptr, first, width, V)
         z_edge = tl.load(logits_ptr + edge, mask=real, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
         nothing = tl.zeros(edge.shape, tl.float32)
@@ -137,11 +133,9 @@ def row_sums(
             SMOOTHING, SOFTCAP, PREDICT,
         )  # fmt: skip
         row_top = tl.maximum(row_top, tl.max(edge_top, 0))
-    # A lane without a logit adds 0: total is 0, and the factor is finite.
     row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
     if EDGES:
         row_total += tl.sum(edge_total * tl.exp2((edge_top - row_top) * k), 0)
-    # The sum is at least 1, the maximum's exponential. A row with only -inf gives log 0 and a NaN loss, as in torch.
     log2_sum = tl.log2(row_total)
     all_z = 0.0
     all_w = V * 1.0
@@ -241,8 +235,6 @@ def _cross_entropy_fwd_kernel(
     )  # fmt: skip
 
 
-# A program: BLOCK_M rows with few classes, each within the tile, so logits are read once. Ignored rows and rows beyond
-# M are masked.
 @jit
 @do_not_specialize("M", "ignore_index")
 def _cross_entropy_narrow_fwd_kernel(
@@ -266,7 +258,6 @@ def _cross_entropy_narrow_fwd_kernel(
         k = LOG2E
     # A row with only -inf, and rows beyond M, would compute inf − inf.
     top = tl.maximum(tl.max(z, 1), LOWEST)
-    # -inf for ignored rows and rows beyond M, for which the stores select 0.
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
     z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
@@ -282,7 +273,6 @@ def _cross_entropy_narrow_fwd_kernel(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             sum_z = tl.sum(tl.where(mask, z * w[None, :], 0.0), 1)
-            # Σ w · z needs `mask`, since z is -inf outside; Σ w is the same for all rows.
             sum_w = tl.sum(w, 0)
         else:
             sum_z = tl.sum(tl.where(mask, z, 0.0), 1)
@@ -339,7 +329,6 @@ def _reduce_kernel(
                 count += counts.to(tl.int32)
                 if weight_ptr is not None:
                     valid = counts & (target >= 0) & (target < V)
-                    # A target out of range reads no weight; the row's loss is NaN, and so is the mean.
                     w += tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
                 if predicted_ptr is not None:
                     predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
@@ -380,7 +369,6 @@ def _reduce_kernel(
             tl.store(out_ptr, result)
         if z_out_ptr is not None:
             tl.store(z_out_ptr, sum_z / z_divisor)
-        # 0 / 0 is NaN if every row is ignored: unlike the loss, accuracy over no rows has no value.
         if accuracy_ptr is not None:
             tl.store(accuracy_ptr, sum_hits / sum_count)
     else:
@@ -454,21 +442,19 @@ def _cross_entropy_bwd_kernel(
             z_loss = z_loss * tl.load(stats_ptr + 1)
     first, width = 0, V
     if EDGES:
-        # A program has a single row here: the pointers include the row's offset, and `rows` becomes 0.
         row = (tl.program_id(0) // blocks).to(tl.int64)
         logits_ptr += row * stride_m
         dlogits_ptr += row * stride_dm
         rows = tl.zeros((1,), tl.int64)
         first, width = split(logits_ptr, V)
-        # Edges and body share no element: in place, neither overwrites unread elements of the other.
         if tl.program_id(0) % blocks == 0:
             edge, real = edges(logits_ptr, first, width, V)
             _write_gradient(
                 logits_ptr, dlogits_ptr, rows, 0, 0, 0, edge, real, inside, counts, target, weight_ptr,
                 top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP,
             )  # fmt: skip
-        logits_ptr = aligned(logits_ptr, first)
-        dlogits_ptr = aligned(dlogits_ptr, first)
+        logits_ptr = align(logits_ptr, first)
+        dlogits_ptr = align(dlogits_ptr, first)
     _write_gradient(
         logits_ptr, dlogits_ptr, rows, stride_m, stride_dm, first, cols, cols < width, inside, counts, target,
         weight_ptr, top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale,
@@ -496,19 +482,17 @@ def _cross_entropy_grad_kernel(
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
     blocks = tl.cdiv(V, DEPTH * BLOCK)
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
-        # int64: row · stride exceeds 2³¹ in a chunk larger than 4 GiB.
         row = r + tl.full((), 0, tl.int64)
         row_ptr = logits_ptr + row * stride_m
         body_ptr = row_ptr
         width = V
         if EDGES:
             first, width = split(row_ptr, V)
-            body_ptr = aligned(row_ptr, first)
+            body_ptr = align(row_ptr, first)
             blocks = tl.cdiv(width, DEPTH * BLOCK)
         target = tl.load(target_ptr + row)
         if target == ignore_index:
             tl.store(loss_ptr + row, 0.0)
-            # Ignored rows must be cleared, since the logits become the gradient.
             for start in range(0, width, BLOCK):
                 zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
                 tl.store(body_ptr + start + lane, zeros, mask=start + lane < width)
@@ -521,7 +505,6 @@ def _cross_entropy_grad_kernel(
             )
             valid = (target >= 0) & (target < V)
             log2_sum = tl.where(valid, log2_sum, float("nan"))
-            # Before the loop below overwrites the target's logit.
             x_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
             z_target = x_target
             if SOFTCAP:
@@ -548,7 +531,6 @@ def _cross_entropy_grad_kernel(
                 x = tl.load(row_ptr + edge, mask=real, other=0.0).to(tl.float32)
                 dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
                 tl.store(row_ptr + edge, dx.to(logits_ptr.dtype.element_ty), mask=real)
-            # The target's second write must come after the loop's.
             tl.debug_barrier()
             taken = 1.0 - smoothing + smoothing / V
             dx = _slope(x_target, top, log2_sum, 1.0, taken, factor, z_loss, softcap, scale, SOFTCAP)

@@ -49,7 +49,6 @@ def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details:
 def _narrow_tile(V: int) -> tuple[int, int, int]:
     """Warps, rows and columns of the forward pass over few classes."""
     block_n = next_power_of_2(V)
-    # 16 numbers per thread. A row's sums stay in a single warp or few warps.
     return 4, 2048 // block_n, block_n
 
 
@@ -79,15 +78,15 @@ def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int,
 
 def cross_entropy_rows(
     logits: Tensor, target: Tensor, loss: Tensor, stats: Tensor | None, factor: Tensor | None, gradient: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    *options: Any,
 ) -> None:  # fmt: skip
     """Write each row's loss. With `gradient`, overwrite the logits by d(loss)/d(logits), times `factor`.
 
     logits: (M, V) with unit stride along V, overwritten if `gradient`; target, loss: (M,), dense.
     stats: (4 + 2 M,), filled for the backward kernel, or None; Triton only, without `gradient`.
     factor: None, 0-d, or (M,) with a factor per row.
+    options: ignore_index, label_smoothing, z_loss, softcap, scale.
     """
-    options = (ignore_index, label_smoothing, z_loss, softcap, scale)
     if not use_triton(logits):
         for part in _cache_sized(logits):
             here = factor[part] if factor is not None and factor.dim() else factor
@@ -108,6 +107,7 @@ def cross_entropy_rows(
         factor = loss.new_ones(()) if factor is None else factor
         _launch_gradient(factor, logits, target, None, stats, logits, False, *options)
         return
+    _, label_smoothing, _, softcap, _ = options
     warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
     edges = uneven(logits)
     # Without a limit three rows would share an SM, where the registers of the even-row kernel allow two: beyond 64 KiB,
@@ -121,7 +121,6 @@ def cross_entropy_rows(
     )  # fmt: skip
     # The plan depends on addresses through `uneven` only, which is among the arguments.
     key = (arguments, logits.dtype, target.dtype, factor is None)
-    # Persistent if a program count is given: as many rows in flight as the L2 cache should hold.
     grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
     tensors = (logits, target, loss, factor)
     launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
@@ -154,12 +153,11 @@ def _cache_sized(logits: Tensor) -> list[slice]:
 
 def _launch_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, stats: Tensor | None, z: Tensor | None,
-    predicted: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    predicted: Tensor | None, *options: Any,
 ) -> None:  # fmt: skip
     """Write each row's loss, and stats, z-loss and predicted class unless None."""
-    M, V = logits.shape
-    # The row stride is a separate argument: chunk buffers pad rows to 16-byte boundaries.
-    sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
+    (M, V), (_, label_smoothing, _, softcap, _) = logits.shape, options
+    sizes = V, logits.stride(0), *options
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
     edges = uneven(logits)
     tensors = (logits, target, weight, loss, stats, z, predicted)
@@ -182,19 +180,17 @@ def _launch_rows(
     launch(_cross_entropy_narrow_fwd_kernel if V <= NARROW else _cross_entropy_fwd_kernel, key, tensors, plan)
 
 
-def _launch_reduction(
-    rows: Tensor, z_rows: Tensor | None, target: Tensor, weight: Tensor | None, predicted: Tensor | None,
-    divisor: Tensor | None, loss: Tensor | None, z: Tensor | None, accuracy: Tensor | None, stats: Tensor,
-    mean: bool, V: int, ignore_index: int,
-) -> None:  # fmt: skip
+def _launch_reduction(inputs: tuple[Any, ...], results: tuple[Any, ...], mean: bool, V: int, ignore_index: int) -> None:
+    """inputs: rows, z_rows, target, weight, predicted, divisor. results: loss, z, accuracy, stats."""
+    rows, z_rows, target, weight, predicted, divisor = inputs
+    loss, z, accuracy, _ = results
     M = target.shape[0]
     # For few rows a second launch would take longer than the sum. On 16 warps 4096 rows are 8 per thread, with up to
     # five sums each.
     block = 4096 if M > 1024 else 1024
-    # At most 256, the last program's tile, which adds the parts without a loop.
     parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
     partial = rows.new_empty(5 * parts) if parts > 1 else None
-    tensors = (rows, z_rows, target, weight, predicted, divisor, partial, loss, z, accuracy, stats)
+    tensors = (*inputs, partial, *results)
     dtypes = [target.dtype, *(None if t is None else t.dtype for t in (weight, divisor))]
     key = (M, V, ignore_index, mean, *dtypes, *(t is None for t in (z_rows, predicted, loss, z, accuracy)))
     sizes = M, parts, V, ignore_index, mean
@@ -223,7 +219,6 @@ def _forward(
             others[1].fill_(float("nan"))
             others[2].fill_(-1)
         return outputs
-    # Targets are read by row: 8 bytes each, a cheap copy beside V logits.
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     rows, z, z_rows, accuracy, predicted = loss, None, None, None, None
@@ -238,37 +233,29 @@ def _forward(
     if reduction != "none" or details:
         out, z_out = (loss, z) if reduction != "none" else (None, None)
         inputs = rows, z_rows, target, weight, predicted, divisor
-        _launch_reduction(*inputs, out, z_out, accuracy, stats, mean, V, options[0])
+        _launch_reduction(inputs, (out, z_out, accuracy, stats), mean, V, options[0])
     return outputs
 
 
 def _fwd_fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
-    *options: Any,
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    # fp32 for any logits dtype: a mean over many rows would lose digits in 16 bits.
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
     # Four numbers from the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
     stats = logits.new_empty(4 + target.numel() * (2 if weight is None else 3), dtype=torch.float32)
     return loss, stats
 
 
-def _details_fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
-    *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
+def _details_fake(logits: Tensor, target: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    loss, stats = _fwd_fake(logits, target, *others)
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
     return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
 
 
-_ARGUMENTS = (
-    "(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, bool inplace, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap, float scale)"
-)
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float scale"
 
 
-@launcher(_ARGUMENTS + " -> (Tensor, Tensor)", _fwd_fake)
+@launcher(_fwd_fake, rest=_OPTIONS, results=2)
 def _cross_entropy_fwd(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
     *options: Any,
@@ -276,7 +263,7 @@ def _cross_entropy_fwd(
     return _forward(logits, target, weight, divisor, reduction, False, *options)
 
 
-@launcher(_ARGUMENTS + " -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _details_fake)
+@launcher(_details_fake, rest=_OPTIONS, results=5)
 def _cross_entropy_details_fwd(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
     *options: Any,
@@ -284,18 +271,11 @@ def _cross_entropy_details_fwd(
     return _forward(logits, target, weight, divisor, reduction, True, *options)
 
 
-def _bwd_fake(
-    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool,
-    *options: Any,
-) -> Tensor:  # fmt: skip
+def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@launcher(
-    "(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor stats, bool mean, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap, float scale) -> Tensor",
-    _bwd_fake,
-)
+@launcher(_bwd_fake, rest=_OPTIONS)
 def _cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
 ) -> Tensor:
@@ -308,8 +288,7 @@ def _cross_entropy_bwd(
 
 def _launch_gradient(
     dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor, mean: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float, *,
-    classes: int | None = None,
+    *options: Any, classes: int | None = None,
 ) -> None:  # fmt: skip
     """dx (M, V) = dloss · d(loss)/dx; dx may be x. classes: over all shards together, None if V covers all."""
     if not x.numel():
@@ -319,18 +298,14 @@ def _launch_gradient(
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
-    M, V = x.shape
+    (M, V), (_, label_smoothing, _, softcap, _) = x.shape, options
     warps, block_m, block_n = _bwd_tile(V)
-    # Both tensors: with different row strides elements are moved singly.
     between = uneven(x, dx)
-    # The first program of a row also writes the edges; the others share the body.
     block_m, body = (1, V // 4 * 4) if between else (block_m, V)
     arguments = (
         M, V, V if classes is None else classes, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
-        ignore_index, label_smoothing, z_loss, softcap, scale,
-        mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
+        *options, mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
     )  # fmt: skip
-    # A flat grid, since a grid's second dimension ends at 65535.
     plan = cdiv(M, block_m) * cdiv(body, block_n), arguments, {"num_warps": warps}
     key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)
     launch(_cross_entropy_bwd_kernel, key, (rows, x, target, weight, stats, dx), lambda: plan)
@@ -341,28 +316,23 @@ def _launch_gradient(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, _, reduction, ctx.inplace, *ctx.options = inputs
-    # Save the logits, no copy, and 8 or 12 bytes per row. `divisor` is not saved; the statistics hold the reciprocal.
     ctx.mean = reduction == "mean"
     ctx.save_for_backward(logits, target, weight, output[-1])
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    dlogits = None
-    if dloss is not None and ctx.needs_input_grad[0]:
-        logits, target, weight, stats = ctx.saved_tensors
-        arguments = target, weight, stats
-        # Not while traced: a recorded graph must know all writes, and has no memory to write to.
-        rows = _own_rows(logits) if ctx.inplace and not is_traced(logits) else None
-        if rows is None:
-            dlogits = _cross_entropy_bwd(dloss, logits, *arguments, ctx.mean, *ctx.options)
-        else:
-            with torch.cuda.device_of(logits):
-                # Direct launches set no device, hence the context manager.
-                _launch_gradient(dloss, rows, *arguments, rows, ctx.mean, *ctx.options)
-            # The logits are gone: PyTorch now raises if another backward pass saved them.
-            torch.autograd.graph.increment_version(logits)
-            dlogits = logits.detach()
-    return dlogits, *(None for _ in range(5 + len(ctx.options)))
+    if dloss is None or not ctx.needs_input_grad[0]:
+        return ()
+    logits, *arguments = ctx.saved_tensors
+    # Not while traced: a recorded graph must know all writes, and has no memory to write to.
+    rows = _own_rows(logits) if ctx.inplace and not is_traced(logits) else None
+    if rows is None:
+        return (_cross_entropy_bwd(dloss, logits, *arguments, ctx.mean, *ctx.options),)
+    with torch.cuda.device_of(logits):  # direct launches set no device
+        _launch_gradient(dloss, rows, *arguments, rows, ctx.mean, *ctx.options)
+    # The logits are gone: PyTorch now raises if another backward pass saved them.
+    torch.autograd.graph.increment_version(logits)
+    return (logits.detach(),)
 
 
 def _own_rows(logits: Tensor) -> Tensor | None:

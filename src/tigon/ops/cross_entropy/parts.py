@@ -65,7 +65,6 @@ def _cross_entropy_fold_kernel(
     tops = numbers_of_parts(partial_ptr, row, 0, P, LOWEST, SUMS, BLOCK_P)
     totals = numbers_of_parts(partial_ptr, row, 1, P, 0.0, SUMS, BLOCK_P)
     top = tl.max(tops, 0)
-    # A part without any logit has the least maximum and a sum of 0.
     log2_sum = tl.log2(tl.sum(totals * tl.exp2((tops - top) * k), 0))
     sum_z, sum_w, column = 0.0, V * 1.0, 0
     if SMOOTHING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,6 @@ def loss_and_z_reference(
     softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Each row's cross entropy and z-loss (None without z-loss): both (...)."""
-    # At least fp32, and fp64 for fp64 logits, as the reference for the kernels.
     z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
     labels = target.reshape(-1).long()
     rows = z.reshape(labels.numel(), z.shape[-1])
@@ -54,18 +54,15 @@ def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor
 
 
 def rows_reference(
-    logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool, *options: Any
+) -> tuple[Tensor, Tensor | None]:
     """Loss and factor · d(loss)/d(logits) for (M, V) rows: the kernels' work on other devices, without autograd."""
-    options = ignore_index, label_smoothing, z_loss, softcap, scale
+    ignore_index, label_smoothing, z_loss, softcap, scale = options
     z, slope = _cap_reference(logits, softcap, scale)
     valid = target != ignore_index
-    # An ignored target may be no class: gather class 0 instead, and set the row to 0 below.
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
     logp = torch.log_softmax(z, dim=-1)
     lse = (z.gather(-1, at) - logp.gather(-1, at)).squeeze(-1)
-    # loss = −(1 − ε) · log p[target] − ε/V · Σ log p + z_loss · lse².
     loss = (label_smoothing - 1) * logp.gather(-1, at).squeeze(-1)
     if label_smoothing:
         loss -= label_smoothing * logp.mean(-1)
@@ -74,32 +71,29 @@ def rows_reference(
     loss = torch.where(valid, loss, 0.0)
     if not gradient:
         return loss, None
-    # logp's memory becomes the gradient's.
     return loss, _slope_reference(logp, lse, slope, target, factor, z.shape[-1], *options)
 
 
 def gradient_reference(
-    logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor | None, classes: int,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor | None, classes: int, *options: Any
+) -> Tensor:
     """The gradient of `rows_reference` for the logits of some classes, from statistics over all classes.
 
     stats: (M, 2), the maximum of z (without a softcap: of the logits) and log₂ Σ exp(z − max).
     """
+    softcap, scale = options[3:]
     z, slope = _cap_reference(logits, softcap, scale)
-    # To nats: the maximum is unscaled unless capped, and the log-sum is in base 2.
     top, log_sum = stats[:, :1] * (1.0 if softcap else scale), stats[:, 1:] * math.log(2.0)
     lse = (top + log_sum).squeeze(-1)
-    options = ignore_index, label_smoothing, z_loss, softcap, scale
     return _slope_reference((z - top) - log_sum, lse, slope, labels, factor, classes, *options)
 
 
 def _slope_reference(
     logp: Tensor, lse: Tensor, slope: Tensor | float, target: Tensor, factor: Tensor | None, classes: int,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    *options: Any,
 ) -> Tensor:  # fmt: skip
     """factor · d(loss)/d(logits), in logp's memory. A target may be outside these classes."""
-    # dz = p · (1 + 2 · z_loss · lse) − the target distribution, all in place, since logp is a temporary.
+    ignore_index, label_smoothing, z_loss, softcap, scale = options
     dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
@@ -110,7 +104,6 @@ def _slope_reference(
     dz.scatter_add_(-1, at, torch.where(here, dz.new_full((), label_smoothing - 1), 0.0).unsqueeze(-1))
     if label_smoothing:
         dz -= label_smoothing / classes
-    # dz/dlogits, skipped where 1: each step is a pass over the rows.
     if softcap or scale != 1.0:
         dz *= slope
     if factor is not None:

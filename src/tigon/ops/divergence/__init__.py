@@ -171,7 +171,6 @@ def _divergence(
         total = rows.sum() if reduction == "sum" or not rows.numel() else rows.mean()
     else:
         total = rows.sum()
-        # Ignored rows are 0 in the sum. The count of valid rows stays on the device: no synchronisation.
         if reduction != "sum":
             total = total / mask.sum().clamp(min=1)  # the mean over no rows is 0
     return total / max(1, input.shape[-1]) if reduction == "mean" else total
@@ -191,7 +190,6 @@ def divergence_reference(
         terms = 0.5 * (p - q).abs()
     elif kind == "kl":
         p = b if form == "probabilities" else b.exp()
-        # log 0 is -inf, which the select below omits.
         log_p = torch.log(p) if form == "probabilities" else b
         terms = p * torch.where(p == 0, 0.0, log_p - a)
     elif kind == "reverse":

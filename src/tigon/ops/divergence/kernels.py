@@ -19,7 +19,7 @@ from __future__ import annotations
 from tigon.kernels import jit, tl
 from tigon.kernels.tiles.constants import LN2, LOWEST
 from tigon.kernels.tiles.divergence import half_sign, sides
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.fold import fold
 from tigon.ops.divergence.signs import store_signs
 
@@ -35,7 +35,6 @@ def _split(top, log, k):
     # per row, none per element.
     lse = top.to(tl.float64) + log.to(tl.float64) / k
     high = lse.to(tl.float32)
-    # high + low has twice fp32's digits. The backward pass subtracts both, in turn, from a logit.
     low = (lse - high.to(tl.float64)).to(tl.float32)
     # Beyond 1e9 fp64 too has no digits left for log, so the parts stay apart. An infinite top stays NaN.
     far = (tl.abs(top) > 1e9) & (tl.abs(top) < float("inf"))
@@ -61,7 +60,6 @@ def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
     if KIND == "tvd":
         terms = 0.5 * tl.abs(b - a)
     elif FORM == "probabilities":
-        # A select: 0 · log 0 must be 0, not NaN.
         terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
     else:
         terms, _, _ = sides(a * k, b * k, beta, KIND)
@@ -72,7 +70,6 @@ def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
 def _both_edges(input_ptr, target_ptr, first, width, V, other: tl.constexpr):
     """Load both sides' row edges as tiles (1, lanes)."""
     edge, real = edges(input_ptr, first, width, V)
-    # `other` contributes nothing: -inf for logits and logarithms, 0 for probabilities.
     a = tl.load(input_ptr + edge, mask=real, other=other).to(tl.float32)
     b = tl.load(target_ptr + edge, mask=real, other=other).to(tl.float32)
     return a[None, :], b[None, :]
@@ -115,7 +112,7 @@ def first_difference(input_ptr, target_ptr):
 
 
 @jit
-def statistics_of(
+def sum_statistics(
     input_ptr, target_ptr, V, shift, k, plane,
     KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -126,9 +123,8 @@ def statistics_of(
     width = V
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
-        # `uneven` checked that both sides' rows are aligned alike: a common head and body serve both.
         first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+        input_body, target_body = align(input_ptr, first), align(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
     # A finite start: a lane with only -inf must not compute inf − inf.
     top_a = tl.full((BLOCK,), LOWEST, tl.float32)
@@ -146,7 +142,6 @@ def statistics_of(
     if EDGES:
         a_edge, b_edge = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
         nothing = tl.zeros((a_edge.shape[1],), tl.float32)
-        # The edges have separate sums: at most 16 lanes do not fit the body's tile.
         least = nothing + LOWEST
         edge_a, edge_sum_a, edge_b, edge_sum_b, edge_value = _fold_both(
             a_edge, b_edge, least, nothing, least, nothing, nothing, shift, k, KIND
@@ -184,7 +179,7 @@ def store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k):
 
 
 @jit
-def kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
+def finish_kl(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
     """A row's KL from its statistics: E_p[b − a] − (lse_b − lse_a), in a single reading."""
     # Back from the unit 2⁴⁰, with the shift added again. Subtract the maxima, the log-sum-exps' large parts, first.
     gap = tl.fma(part / whole_b, 1.0 / LITTLE, shift - (row_b - row_a))
@@ -201,7 +196,7 @@ def second_reading(
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
         first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+        input_body, target_body = align(input_ptr, first), align(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
     mean_u = tl.zeros((BLOCK,), tl.float32)
     stop, step = _reach(width, plane, DEPTH, BLOCK)
@@ -212,7 +207,6 @@ def second_reading(
         cols, mask = _columns(start, width, plane, DEPTH, BLOCK)
         a = tl.load(input_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
         b = tl.load(target_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        # lq = (a − max) k − log₂ Σ, subtracting first. In masked columns q and p are 0, so no kind adds anything.
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
         value += tl.sum(terms, 0)
         mean_u += tl.sum(q * u, 0)
@@ -230,7 +224,7 @@ def second_reading(
 
 
 @jit
-def terms_of(
+def sum_terms(
     input_ptr, target_ptr, V, beta, k, plane, signs_ptr,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +233,7 @@ def terms_of(
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
         first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+        input_body, target_body = align(input_ptr, first), align(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
     other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
     stop, step = _reach(width, plane, DEPTH, BLOCK)
@@ -259,7 +253,6 @@ def terms_of(
 
 @jit
 def store_terms(rows_ptr, row, terms, KIND: tl.constexpr):
-    # From bits to nats. TVD's terms are probabilities already.
     tl.store(rows_ptr + row, terms * (1.0 if KIND == "tvd" else LN2))
 
 
@@ -291,23 +284,21 @@ def _divergence_fwd_kernel(
         signs_ptr += row * plane
     if FORM == "logits":
         shift = first_difference(input_ptr, target_ptr)
-        row_a, _, log_a, row_b, whole_b, log_b, part = statistics_of(
+        row_a, _, log_a, row_b, whole_b, log_b, part = sum_statistics(
             input_ptr, target_ptr, V, shift, k, plane, KIND, EDGES, DEPTH, BLOCK
         )
-        # KL's gradient q − p does not need the fifth number, which stays unwritten.
         store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
         if KIND == "kl":
-            tl.store(rows_ptr + row, kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k))
+            tl.store(rows_ptr + row, finish_kl(row_a, log_a, row_b, whole_b, log_b, part, shift, k))
         else:
             terms, mean_u = second_reading(
                 input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, plane, signs_ptr, KIND, EDGES, DEPTH,
                 BLOCK,
             )  # fmt: skip
             store_terms(rows_ptr, row, terms, KIND)
-            # In u's unit, bits for logarithms: the backward pass converts u and its mean together.
             tl.store(stats_ptr + 5 * row + 4, mean_u)
     else:
-        terms = terms_of(input_ptr, target_ptr, V, beta, k, plane, signs_ptr, KIND, FORM, EDGES, DEPTH, BLOCK)
+        terms = sum_terms(input_ptr, target_ptr, V, beta, k, plane, signs_ptr, KIND, FORM, EDGES, DEPTH, BLOCK)
         store_terms(rows_ptr, row, terms, KIND)
 
 
@@ -329,13 +320,11 @@ def _write_gradient(
         lq = ((a - high_a) - low_a) * k
         lp = ((b - high_b) - low_b) * k
         if KIND == "kl":
-            # q − p, without a select: neither probability multiplies a logarithm.
             dx = tl.exp2(lq) - tl.exp2(lp)
         else:
             _, q, u = sides(lq, lp, beta, KIND)
             # The softmax's Jacobian applied to q · u: dz = q · (u − Σ q · u).
             dx = q * (u - tl.load(stats_ptr + 5 * row + 4)) * (1.0 if KIND == "tvd" else LN2)
-        # k · log 2 is 1 / temperature, dz/dlogits.
         dx = dx * (k * LN2)
     elif KIND == "tvd":
         dx = half_sign(a, b)
@@ -369,7 +358,6 @@ def _divergence_bwd_kernel(
     if FORM == "logits":
         high_a = tl.load(stats_ptr + 5 * row)
         low_a = tl.load(stats_ptr + 5 * row + 1)
-        # +inf marks an ignored row, whose other statistics are unwritten.
         valid = tl.where(high_a == float("inf"), 0, 1) == 1  # integers: the interpreter has no mask of float scalars
     elif mask_ptr is not None:
         valid = tl.load(mask_ptr + row) != 0
@@ -379,7 +367,6 @@ def _divergence_bwd_kernel(
         if input_ptr is not None:
             input_ptr += row * stride_im
         dinput_ptr += row * V
-        # Aligned by the target, since input may be None.
         first, width = split(target_ptr, V)
         if tl.program_id(0) % blocks == 0:
             edge, real = edges(target_ptr, first, width, V)
@@ -387,9 +374,9 @@ def _divergence_bwd_kernel(
                 drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, edge, real, valid, high_a, low_a,
                 stride_g, 0, 0, 0, beta, k, KIND, FORM,
             )  # fmt: skip
-        target_ptr, dinput_ptr = aligned(target_ptr, first), aligned(dinput_ptr, first)
+        target_ptr, dinput_ptr = align(target_ptr, first), align(dinput_ptr, first)
         if input_ptr is not None:
-            input_ptr = aligned(input_ptr, first)
+            input_ptr = align(input_ptr, first)
         stride_im, stride_tm, stride_dm = 0, 0, 0
     _write_gradient(
         drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, cols, cols < width, valid, high_a, low_a,

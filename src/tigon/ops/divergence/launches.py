@@ -10,6 +10,7 @@ from torch import Tensor
 from tigon.kernels import (
     Parts,
     Plan,
+    SymInt,
     cdiv,
     differentiable,
     find_sum_parts,
@@ -33,7 +34,6 @@ from tigon.ops.divergence.parts import (
 )
 from tigon.ops.divergence.signs import _signed_bwd_kernel
 
-# Minimum warps for a row that has an SM alone.
 ALONE = 4
 # TVD saves its slope's signs from this many rows and classes on. Fewer rows may be cut into parts, and narrow rows are
 # bound by program launch: fewer bytes gain nothing.
@@ -47,14 +47,12 @@ def _fwd_tile(v: int, kind: str, form: str, alone: bool = False) -> tuple[int, i
     # per thread.
     twice = form == "logits" and kind != "kl"
     warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
-    # With an SM to itself a row has no other program to hide its loads.
     warps = max(warps, ALONE) if alone else warps
     block = min(next_power_of_2(v), warps * 32 * 8)
     return max(1, min(depth, next_power_of_2(v) // block)), block, warps
 
 
 def _bwd_tile(v: int) -> tuple[int, int]:
-    # 16 numbers per thread. No sum joins a row's threads.
     return min(2048, next_power_of_2(v)), 4
 
 
@@ -95,18 +93,13 @@ def _divergence_fwd_fake(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float,
     signed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # fp32 from 16-bit inputs too: the sum over rows is rounded once, after the sum.
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
     stats = input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
     signs = (rows.numel(), _plane(input.shape[-1])) if signed else (0, 0)
     return rows, stats, input.new_empty(signs, dtype=torch.uint8)
 
 
-@launcher(
-    "(Tensor input, Tensor target, Tensor? mask, str kind, str form, float beta, float temperature, bool signed)"
-    " -> (Tensor, Tensor, Tensor)",
-    _divergence_fwd_fake,
-)
+@launcher(_divergence_fwd_fake)
 def _divergence_fwd(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float,
     signed: bool,
@@ -168,11 +161,7 @@ def _divergence_bwd_fake(
     return target.new_empty(target.shape, dtype=dtype)
 
 
-@launcher(
-    "(Tensor drows, Tensor? input, Tensor target, Tensor? mask, Tensor stats, str kind, str form, float beta,"
-    " float temperature, ScalarType dtype) -> Tensor",
-    _divergence_bwd_fake,
-)
+@launcher(_divergence_bwd_fake)
 def _divergence_bwd(
     drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
     beta: float, temperature: float, dtype: torch.dtype,
@@ -192,7 +181,6 @@ def _divergence_bwd(
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        # A row's first program also writes the edges; the others share the body.
         return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_divergence_bwd_kernel, key, tensors, plan)
@@ -206,13 +194,9 @@ def _signed_bwd_fake(
     return signs.new_empty((*drows.shape, classes), dtype=dtype)
 
 
-@launcher(
-    "(Tensor drows, Tensor? input, Tensor? mask, Tensor stats, Tensor signs, SymInt classes, str form,"
-    " float temperature, ScalarType dtype) -> Tensor",
-    _signed_bwd_fake,
-)
+@launcher(_signed_bwd_fake)
 def _signed_bwd(
-    drows: Tensor, input: Tensor | None, mask: Tensor | None, stats: Tensor, signs: Tensor, classes: int, form: str,
+    drows: Tensor, input: Tensor | None, mask: Tensor | None, stats: Tensor, signs: Tensor, classes: SymInt, form: str,
     temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     dinput = signs.new_empty((*drows.shape, classes), dtype=dtype)
@@ -232,7 +216,6 @@ def _signed_bwd(
 
 
 def _flat(drows: Tensor) -> Tensor:
-    # An upstream gradient shared by all rows has stride 0 and is read without a copy.
     same = drows.numel() > 1 and not any(drows.stride())
     return drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
 
@@ -255,14 +238,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, drows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    dinput = None
-    if drows is not None and ctx.needs_input_grad[0]:
-        if ctx.signed:
-            _, form, _, temperature = ctx.options
-            dinput = _signed_bwd(drows, *ctx.saved_tensors[:4], ctx.classes, form, temperature, ctx.dtype)
-        else:
-            dinput = _divergence_bwd(drows, *ctx.saved_tensors[:4], *ctx.options, ctx.dtype)
-    return dinput, *(None for _ in range(7))
+    if drows is None or not ctx.needs_input_grad[0]:
+        return ()
+    if not ctx.signed:
+        return (_divergence_bwd(drows, *ctx.saved_tensors[:4], *ctx.options, ctx.dtype),)
+    _, form, _, temperature = ctx.options
+    return (_signed_bwd(drows, *ctx.saved_tensors[:4], ctx.classes, form, temperature, ctx.dtype),)
 
 
 divergence_rows = differentiable(_divergence_fwd, _setup_context, _backward, unsaved=(0,))

@@ -15,14 +15,14 @@ from tigon.kernels import do_not_specialize, jit, tl
 from tigon.kernels.tiles.constants import LOWEST
 from tigon.kernels.tiles.parts import locate_part_of_row, numbers_of_parts
 from tigon.ops.divergence.kernels import (
+    finish_kl,
     first_difference,
-    kl_of,
     second_reading,
-    statistics_of,
     store_ignored,
     store_log_sums,
     store_terms,
-    terms_of,
+    sum_statistics,
+    sum_terms,
 )
 
 # A part's statistics: both maxima and both Σ exp, and KL's Σ e · (b − a). Terms: their sum, and Σ q · u.
@@ -30,7 +30,7 @@ STATISTICS, TERMS = tl.constexpr(5), tl.constexpr(2)
 
 
 @jit
-def _ignored(mask_ptr, row):
+def _is_ignored(mask_ptr, row):
     ignored = False
     if mask_ptr is not None:
         ignored = tl.load(mask_ptr + row) == 0
@@ -47,13 +47,12 @@ def _part_statistics_kernel(
 ):  # fmt: skip
     """Write a part's statistics."""
     row, start, columns = locate_part_of_row(P, width, V)
-    if _ignored(mask_ptr, row):
+    if _is_ignored(mask_ptr, row):
         return
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
-    # From the row's first logits in all parts, since the parts' sums are added.
     shift = first_difference(input_ptr, target_ptr)
-    top_a, sum_a, _, top_b, sum_b, _, value = statistics_of(
+    top_a, sum_a, _, top_b, sum_b, _, value = sum_statistics(
         input_ptr + start, target_ptr + start, columns, shift, k, None, KIND, EDGES, DEPTH, BLOCK
     )
     partial_ptr += row * STATISTICS * P + tl.program_id(0) % P
@@ -73,7 +72,6 @@ def _row_statistics(partial_ptr, row, P, k, KIND: tl.constexpr, BLOCK_P: tl.cons
     top_b = numbers_of_parts(partial_ptr, row, 2, P, LOWEST, STATISTICS, BLOCK_P)
     sum_b = numbers_of_parts(partial_ptr, row, 3, P, 0.0, STATISTICS, BLOCK_P)
     row_a, row_b = tl.max(top_a, 0), tl.max(top_b, 0)
-    # A part without a logit has sum 0 and a finite weight.
     weight = tl.exp2((top_b - row_b) * k)
     whole_b = tl.sum(sum_b * weight, 0)
     log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
@@ -93,7 +91,7 @@ def _part_terms_kernel(
 ):  # fmt: skip
     """Write a part's terms."""
     row, start, columns = locate_part_of_row(P, width, V)
-    if _ignored(mask_ptr, row):
+    if _is_ignored(mask_ptr, row):
         return
     input_ptr += row * stride_im + start
     target_ptr += row * stride_tm + start
@@ -108,7 +106,7 @@ def _part_terms_kernel(
         )
         tl.store(terms_ptr + P, mean_u)
     else:
-        terms = terms_of(input_ptr, target_ptr, columns, beta, k, None, None, KIND, FORM, EDGES, DEPTH, BLOCK)
+        terms = sum_terms(input_ptr, target_ptr, columns, beta, k, None, None, KIND, FORM, EDGES, DEPTH, BLOCK)
     tl.store(terms_ptr, terms)
 
 
@@ -121,14 +119,14 @@ def _fold_parts_kernel(
 ):  # fmt: skip
     """Write a row's value from its parts' numbers."""
     row = tl.program_id(0).to(tl.int64)
-    if _ignored(mask_ptr, row):
+    if _is_ignored(mask_ptr, row):
         store_ignored(rows_ptr, stats_ptr, row, FORM)
         return
     if KIND == "kl" and FORM == "logits":
         row_a, log_a, row_b, whole_b, log_b, value = _row_statistics(partial_ptr, row, P, k, KIND, BLOCK_P)
         store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
         shift = first_difference(input_ptr + row * stride_im, target_ptr + row * stride_tm)
-        tl.store(rows_ptr + row, kl_of(row_a, log_a, row_b, whole_b, log_b, value, shift, k))
+        tl.store(rows_ptr + row, finish_kl(row_a, log_a, row_b, whole_b, log_b, value, shift, k))
     else:
         store_terms(rows_ptr, row, tl.sum(numbers_of_parts(terms_ptr, row, 0, P, 0.0, TERMS, BLOCK_P), 0), KIND)
         if FORM == "logits":

@@ -44,7 +44,7 @@ def embedding_bag(
             field_offsets at least 0, and skipped in every field's table.
         field_offsets: (F + 1,) int64, ascending: field f's table is weight[field_offsets[f]:field_offsets[f + 1]], and
             the field's ids count from the table's first row.
-        grad: the weight gradient's format. "dense": (V, D), zeros for rows in no bag. "rows": a coalesced
+        grad: the weight gradient's format. "dense": (V, D), zeros for rows in no bag. "rows": a coalesce_rows
             torch.sparse_coo tensor with the sorted rows that occur, for `tigon.training.RowAdagrad`, or torch's
             SparseAdam and Adagrad.
         dtype: the result's dtype, for example autocast's; any float dtype. None: the weight's. The gradient has the
@@ -108,15 +108,14 @@ def embedding_bag(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw = df = None
-    if dy is not None:
-        *bags, factors, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[0]:
-            dw = embedding_bag_bwd(dy, *bags, factors, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype)
-        if ctx.needs_input_grad[4]:
-            df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
-    return dw, None, None, None, df, None, None, None
+    *bags, factors, weight = ctx.saved_tensors
+    if ctx.needs_input_grad[0]:
+        dw = embedding_bag_bwd(dy, *bags, factors, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype)
+    if ctx.needs_input_grad[4]:
+        df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
+    return dw, None, None, None, df
 
 
 _embedding_bag = differentiable(embedding_bag_fwd, save_bags, _backward)

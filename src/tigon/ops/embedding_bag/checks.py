@@ -85,7 +85,7 @@ def _look(
     ids = values.long().reshape(-1)  # in uint8, PyTorch would compare with V modulo 256
     size: Tensor | int = V
     if field_offsets is not None:
-        size = field_offsets.diff()[fields_of(values, offsets, field_offsets)]
+        size = field_offsets.diff()[locate_fields(values, offsets, field_offsets)]
     wrong = (ids < 0) | (ids >= size)
     if padding >= 0:
         wrong &= ids != padding
@@ -118,7 +118,7 @@ def flat_bags(t: Tensor | None, field_offsets: Tensor | None) -> Any:
     return t.reshape(B * fields, rest[0] if rest else 1)
 
 
-def fields_of(values: Tensor, offsets: Tensor | None, field_offsets: Tensor) -> Tensor:
+def locate_fields(values: Tensor, offsets: Tensor | None, field_offsets: Tensor) -> Tensor:
     """Return the field of each value."""
     at = torch.arange(values.numel(), device=values.device)
     if offsets is None:

@@ -13,7 +13,6 @@ def _extent(offsets_ptr, bags, B, M, L):
         first = bags * L
         length = tl.where(bags < B, L, 0).to(tl.int32)
     else:
-        # Clamped, so that invalid offsets read nothing out of bounds.
         first = tl.maximum(tl.load(offsets_ptr + bags, mask=bags < B, other=0), 0)
         last = tl.load(offsets_ptr + bags + 1, mask=bags < B, other=0)
         length = tl.maximum(tl.minimum(last, M) - first, 0).to(tl.int32)
@@ -135,7 +134,6 @@ def _embedding_bag_fwd_kernel(
                     # aligned.
                     begin = bags * (L // 2) * 2 + (i + u)
                     at = begin[:, None] + pair[None, :]
-                    # The length is even: either both ids exist or neither.
                     inside = tl.broadcast_to((i + u < length)[:, None], (BLOCK_B, 2))
                     both = _rows_at(values_ptr, at, inside, low[:, None], size[:, None], padding_idx)
                     one, two = tl.split(both)

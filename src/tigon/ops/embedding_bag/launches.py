@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.kernels import Plan, cdiv, launch, launcher, next_power_of_2, view_rows
+from tigon.kernels import Plan, SymInt, cdiv, launch, launcher, next_power_of_2, view_rows
 from tigon.ops.embedding import sum_by_id
 from tigon.ops.embedding_bag.kernels import (
     _embedding_bag_factors_kernel,
@@ -55,7 +55,7 @@ def _factors_tile(H: int) -> tuple[int, int, int]:
     return max(1, 1024 // block_n), block_n, 4
 
 
-def bags_of(values: Tensor, offsets: Tensor | None) -> tuple[int, int]:
+def measure_bags(values: Tensor, offsets: Tensor | None) -> tuple[int, int]:
     """Return the bag count and the bag length, which is 1 with offsets."""
     return (values.shape[0], values.shape[1]) if offsets is None else (offsets.shape[0] - 1, 1)
 
@@ -81,7 +81,7 @@ def bag_sums(
     )
     if scale_offset is not None:
         scale_offset = _pairs(scale_offset)
-    (B, L), (V, H), M, stride = bags_of(values, offsets), w.shape, values.numel(), w.stride(0)
+    (B, L), (V, H), M, stride = measure_bags(values, offsets), w.shape, values.numel(), w.stride(0)
     count = 1 if fields is None else fields.shape[0] - 1
     sizes = B, M, V, count, H, stride, L, padding_idx
     # Triton uses 16-byte loads only if 16 divides all of these, and else loads single elements.
@@ -101,14 +101,10 @@ def _embedding_bag_fwd_fake(
     weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
     padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    return weight.new_empty((bags_of(values, offsets)[0], weight.shape[1]), dtype=dtype)
+    return weight.new_empty((measure_bags(values, offsets)[0], weight.shape[1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor weight, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, int padding_idx, "
-    "ScalarType? dtype=None) -> Tensor",
-    _embedding_bag_fwd_fake,
-)
+@launcher(_embedding_bag_fwd_fake)
 def embedding_bag_fwd(
     weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
     padding_idx: int, dtype: torch.dtype | None = None,
@@ -118,15 +114,14 @@ def embedding_bag_fwd(
     return y
 
 
-def tokens_of(
+def locate_values(
     values: Tensor, offsets: Tensor | None, fields: Tensor | None, V: int, mean: bool, padding_idx: int
 ) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
     """Return each value's row, the id or row to skip, each value's bag if lengths differ, and 1 / count for means."""
-    values, M, (B, L) = values.contiguous(), values.numel(), bags_of(values, offsets)
+    values, M, (B, L) = values.contiguous(), values.numel(), measure_bags(values, offsets)
     ragged, of_fields = offsets is not None, fields is not None
     if not (ragged or of_fields or mean):
         return values, padding_idx, None, None
-    # With invalid offsets a value may lie in no bag: its row is V.
     rows = values.new_full((M,), V, dtype=torch.int32) if ragged or of_fields else None
     bag = values.new_empty(M, dtype=torch.int32) if ragged else None
     scale = values.new_empty(B, dtype=torch.float32) if mean else None
@@ -148,36 +143,25 @@ def _embedding_bag_bwd_fake(
     return dy.new_empty((classes, dy.shape[-1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor dy, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, SymInt classes, bool mean, "
-    "int padding_idx, ScalarType? dtype=None) -> Tensor",
-    _embedding_bag_bwd_fake,
-)
+@launcher(_embedding_bag_bwd_fake)
 def embedding_bag_bwd(
-    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
+    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: SymInt,
     mean: bool, padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     dw = _embedding_bag_bwd_fake(dy, values, offsets, fields, factors, classes, mean, padding_idx, dtype)
     if not dw.numel() or not values.numel():  # no values: no kernel writes dW
         return dw.zero_()
-    ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
+    ids, padding, bag, scale = locate_values(values, offsets, fields, classes, mean, padding_idx)
     scale = scale if factors is None else factors.contiguous()
-    sum_by_id(dy, ids, padding, dw, bag=bag, length=bags_of(values, offsets)[1], scale=scale, by_bag=mean)
+    sum_by_id(dy, ids, padding, dw, bag=bag, length=measure_bags(values, offsets)[1], scale=scale, by_bag=mean)
     return dw
 
 
-def _embedding_bag_factors_fake(
-    dy: Tensor, weight: Tensor, factors: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
-    padding_idx: int,
-) -> Tensor:  # fmt: skip
+def _embedding_bag_factors_fake(dy: Tensor, weight: Tensor, factors: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(factors, memory_format=torch.contiguous_format)
 
 
-@launcher(
-    "(Tensor dy, Tensor weight, Tensor factors, Tensor values, Tensor? offsets, Tensor? fields, int padding_idx) "
-    "-> Tensor",
-    _embedding_bag_factors_fake,
-)
+@launcher(_embedding_bag_factors_fake)
 def embedding_bag_factors(
     dy: Tensor, weight: Tensor, factors: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
     padding_idx: int,
@@ -186,8 +170,8 @@ def embedding_bag_factors(
     if not df.numel() or not dy.shape[-1]:
         return df.zero_()
     dy, w = view_rows(dy), view_rows(weight)
-    M, (V, H), L = values.numel(), w.shape, bags_of(values, offsets)[1]
-    ids, padding, bag, _ = tokens_of(values, offsets, fields, V, False, padding_idx)
+    M, (V, H), L = values.numel(), w.shape, measure_bags(values, offsets)[1]
+    ids, padding, bag, _ = locate_values(values, offsets, fields, V, False, padding_idx)
     sizes = M, V, H, dy.stride(0), w.stride(0), L, padding
 
     def plan() -> Plan:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.embedding_bag.checks import bags_shape, complete_offsets, fields_of
+from tigon.ops.embedding_bag.checks import bags_shape, complete_offsets, locate_fields
 
 
 def embedding_bag_reference(
@@ -23,7 +23,7 @@ def embedding_bag_reference(
         return y if per_sample_weights is None else y + per_sample_weights.sum().to(y.dtype)
     rows, table = values.reshape(-1).long(), weight.to(acc)
     if field_offsets is not None:
-        rows = rows + field_offsets[fields_of(values, offsets, field_offsets)]
+        rows = rows + field_offsets[locate_fields(values, offsets, field_offsets)]
         if padding_idx is not None:  # an extra row serves all fields' padding
             rows = torch.where(values.reshape(-1) == padding_idx, V, rows)
             table, padding_idx = torch.cat((table, table.new_zeros(1, D))), V

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.kernels import differentiable_directly
 from tigon.ops.embedding import SORTED, sorted_ids, sums_of_runs
-from tigon.ops.embedding_bag.launches import bags_of, embedding_bag_factors, embedding_bag_fwd, tokens_of
+from tigon.ops.embedding_bag.launches import embedding_bag_factors, embedding_bag_fwd, locate_values, measure_bags
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 
 
@@ -20,7 +20,7 @@ class Sorted(NamedTuple):
         keys: (M,), rows, ascending; `classes` and above for values without a gradient.
         order: (M,), the value of each key.
         place: (M,), each key's index among the distinct keys.
-        bag, scale: as returned by `tokens_of`.
+        bag, scale: as returned by `locate_values`.
         number: distinct row count; a host tensor, valid once `written` has completed.
         written: None if number is valid already.
     """
@@ -44,12 +44,11 @@ def sort_rows(
     values: Tensor, offsets: Tensor | None, fields: Tensor | None, classes: int, mean: bool, padding_idx: int
 ) -> Sorted:  # fmt: skip
     """Sort the bags' values (at least one), and start copying the distinct row count to the host."""
-    ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
+    ids, padding, bag, scale = locate_values(values, offsets, fields, classes, mean, padding_idx)
     keys, order = sorted_ids(ids, classes, padding)
     begins = torch.ones_like(keys, dtype=torch.bool)
     torch.ne(keys[1:], keys[:-1], out=begins[1:])
     place = begins.cumsum(0, dtype=torch.int32) - 1
-    # Values without a gradient sort last and do not count.
     found = place[-1] + (keys[-1] < classes)
     if found.device.type != "cuda":
         return Sorted(keys, order, place, bag, scale, found.cpu(), None)
@@ -69,12 +68,12 @@ def sums_of_rows(
     if not unique:
         return values.new_empty(0, dtype=torch.int64), sums
     scale = found.scale if factors is None else factors.contiguous()
-    length = bags_of(values, offsets)[1]
+    length = measure_bags(values, offsets)[1]
     starts = sums_of_runs(dy, found.place, found.order, sums, bag=found.bag, length=length, scale=scale, by_bag=mean)
     return found.keys[starts[:unique]].long(), sums
 
 
-def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+def coalesce_rows(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Return the distinct rows (U,) in indices (M,), ascending, and their sums of dy (M, D). Waits for U."""
     if indices.numel() > SORTED:
         raise ValueError(f"row_adagrad: grad must name at most 2³⁰ rows, got {indices.numel()}.")
@@ -88,7 +87,6 @@ def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor
 def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     weight, values, offsets, fields, factors, ctx.mean, ctx.padding_idx, _ = inputs
     ctx.classes, ctx.weight_dtype = weight.shape[0], weight.dtype
-    # The weight is needed only for the factors' gradient.
     ctx.save_for_backward(values, offsets, fields, factors, None if factors is None else weight)
 
 
@@ -154,36 +152,30 @@ def _rows_reference(
     return found, sums.to(dtype), df
 
 
-def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward_of_rows(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    *bags, factors, weight = ctx.saved_tensors
+    needs_rows, needs_factors = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     dw = df = None
-    if dy is not None:
-        values, offsets, fields, factors, weight = ctx.saved_tensors[:5]
-        needs_rows, needs_factors = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        found: tuple[Tensor, Tensor] | None = None
-        if not ctx.own["runs_triton"]:
-            seen = weight if needs_factors else None
-            rows, sums, df = _rows_reference(
-                dy, values, offsets, fields, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
-            )
-            found = rows, sums
-        else:
-            if needs_rows and ctx.sorted is not None:
-                found = sums_of_rows(dy, ctx.sorted, values, offsets, factors, ctx.mean, ctx.weight_dtype)
-            elif needs_rows:
-                found = values.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]), dtype=ctx.weight_dtype)
-            if needs_factors:
-                df = embedding_bag_factors(dy, weight, factors, values, offsets, fields, ctx.padding_idx)
-        if needs_rows and found is not None:
-            rows, sums = found
-            dw = torch.sparse_coo_tensor(
-                rows[None], sums, (ctx.classes, sums.shape[1]), is_coalesced=True, check_invariants=False
-            )
-            # torch steals the memory of a sparse gradient without other references, and then loses the coalesced flag.
-            # Holding a reference until the end of the pass forces a copy that keeps the flag: a copy of U rows, instead
-            # of a sort in the optimizer.
-            held = [dw]
-            torch.autograd.Variable._execution_engine.queue_callback(held.clear)
-    return dw, None, None, None, df, None, None, None
+    if not ctx.own["runs_triton"]:
+        seen = weight if needs_factors else None
+        rows, sums, df = _rows_reference(
+            dy, *bags, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
+        )
+    elif needs_factors:
+        df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
+    if needs_rows:
+        if ctx.sorted is not None:
+            rows, sums = sums_of_rows(dy, ctx.sorted, *bags[:2], factors, ctx.mean, ctx.weight_dtype)
+        elif ctx.own["runs_triton"]:
+            rows, sums = bags[0].new_empty(0, dtype=torch.int64), dy.new_empty(0, dy.shape[-1], dtype=ctx.weight_dtype)
+        size = ctx.classes, sums.shape[1]
+        dw = torch.sparse_coo_tensor(rows[None], sums, size, is_coalesced=True, check_invariants=False)
+        # torch steals the memory of a sparse gradient without other references, and then loses the coalesced flag.
+        # Holding a reference until the end of the pass forces a copy that keeps the flag: a copy of U rows, instead
+        # of a sort in the optimizer.
+        held = [dw]
+        torch.autograd.Variable._execution_engine.queue_callback(held.clear)
+    return dw, None, None, None, df
 
 
 bag_of_rows = differentiable_directly(_bag_of_rows_fwd, _save_bags_of_rows, _backward_of_rows)

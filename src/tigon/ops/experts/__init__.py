@@ -68,14 +68,12 @@ def moe_mlp(
             z = F.linear(F.silu(gate) * up, down[expert])
             y = y.index_add(0, token, z * top_k_weights[token, choice, None])
     """
-    # The error names the argument (`config` or a weight's pair) that the unknown keyword belongs to.
     if unknown:
         raise unknown_keyword("moe_mlp", unknown, HOMES)
     check_tensors("moe_mlp", x=x, top_k_index=top_k_index, top_k_weights=top_k_weights)
     gate_up_weight, gate_up_bias = weight_and_bias("moe_mlp", "gate_up", gate_up, linear=False)
     down_weight, down_bias = weight_and_bias("moe_mlp", "down", down, linear=False)
     experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
-    # Raise before the first cast, so that an invalid call allocates nothing.
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
     if autocast_dtype(x.device.type) is None:
         return _moe(x, top_k_index, top_k_weights, *experts, config.options())
@@ -84,7 +82,6 @@ def moe_mlp(
     cast = [t if t is None else t.to(dtype) for t in (x, *experts)]
     with torch.autocast(autocast_device(x.device.type), enabled=False):  # tensors are cast already
         y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], config.options())  # type: ignore[arg-type,call-arg]
-    # F.linear would return autocast's dtype; x's dtype keeps the residual stream's dtype.
     return y.to(x.dtype)
 
 
@@ -114,7 +111,6 @@ def _check(
         raise ValueError(
             f"moe_mlp: top_k_index must be (T, K) int64 or int32 with T = {T}, got {tuple(index.shape)} {index.dtype}."
         )
-    # Routers often compute routing weights in fp32 beside bf16 tokens.
     if weights.shape != index.shape or not weights.dtype.is_floating_point:
         raise ValueError(
             f"moe_mlp: top_k_weights must be floats of top_k_index's shape {tuple(index.shape)}, "
@@ -132,7 +128,6 @@ def _check(
     for name, bias, size in (("gate_up", gate_up_bias, width), ("down", down_bias, D)):
         if bias is not None and bias.shape != (E, size):
             raise ValueError(f"moe_mlp: {name} must have a bias that is {(E, size)}, got {tuple(bias.shape)}.")
-    # Autocast leaves fp64 alone, as torch's does.
     autocast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
     experts = (
         ("gate_up must be", gate_up), ("down must be", down), ("gate_up must have a bias that is", gate_up_bias),
@@ -147,7 +142,6 @@ def _check(
         if t.device != x.device:
             raise ValueError(f"moe_mlp: {must} on x's device {x.device}, got {t.device}.")
     for must, t in experts:
-        # Autocast casts all of these to a common dtype.
         if t is not None and t.dtype != x.dtype and autocast is None:
             raise ValueError(f"moe_mlp: {must} of x's dtype {x.dtype}, got {t.dtype}.")
     return autocast or x.dtype

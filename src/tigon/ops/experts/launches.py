@@ -99,12 +99,10 @@ def _rows_by_weight(
 ) -> None:
     """Write a (S, K) times each expert's w, (N, K) or with `transposed` (K, N), to y (S, N)."""
     (S, K), N, E = a.shape, y.shape[1], w.shape[0]
-    # The host does not know the split, so the grid covers the worst case.
     tiles = tiles_at_most(S, E, rows)
     if not tiles or not N:
         return
     if transposed:
-        # A view: the backward product reads the same memory along the other dimension.
         w = w.transpose(1, 2)
     strides, precision = w.stride(), _precision(a)
     by_columns = strides[2] != 1
@@ -116,8 +114,6 @@ def _rows_by_weight(
 
     def plan() -> Plan:
         blocks = cdiv(N, block_n)
-        # The list is sized for tiles with LEAST_ROWS rows, more than the grid visits: TILES is the list's stride,
-        # M_TILES the grid's count.
         sizes = (tiles, routing.tiles.shape[1], E, N, K, blocks, *strides)
         # K % block_k == 0 means that loads along K need no mask.
         flags = (described, by_columns, K % block_k == 0, precision, rows, block_n, block_k, group)
@@ -137,7 +133,6 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
     # dWᵀ = bᵀ a: exchanging the operands makes stores unit-stride in either memory order.
     if dw.stride(2) != 1:  # stored by columns
         a, b, dw = b, a, dw.transpose(1, 2)
-    # An expert without rows gets zeros from its programs, so dW needs no memset.
     E, M, N = dw.shape
     if not dw.numel():
         return
@@ -167,16 +162,11 @@ def _moe_mlp_fwd_fake(
     down_bias: Tensor | None, keep: bool, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     S = index.shape[0] * index.shape[1]
-    # Allocate S rows although choices for other ranks have none: only the device knows the count.
     z = x.new_empty((S, gate_up.shape[1]) if keep else (0,))
     return x.new_empty(x.shape), z, *empty_routing(index, gate_up.shape[0])
 
 
-@launcher(
-    "(Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias,"
-    f" bool keep, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _moe_mlp_fwd_fake,
-)
+@launcher(_moe_mlp_fwd_fake, rest=_OPTIONS, results=6)
 def _moe_mlp_fwd(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, keep: bool, *options: Any,
@@ -190,17 +180,13 @@ def _moe_mlp_fwd(
     take(view_rows(x), routing, room, K)
     z = x.new_empty((S, gate_up.shape[1]))
     _rows_by_weight(room, _with_unit_stride(gate_up), _dense(gate_up_bias), routing, z, rows)
-    # Save z, not h: the activation's gradient needs z, and h is a single elementwise pass over z.
     h = x.new_empty((S, N))
     unit(z, h, routing, Options(*options))
-    # In inference, free z before the next product to lower the peak.
     if not keep:
         z = x.new_empty((0,))
     _rows_by_weight(h, _with_unit_stride(down), _dense(down_bias), routing, room, rows)
     y = x.new_empty(x.shape)
-    # Each token gathers its K rows: a scatter-add by experts would need atomics and be nondeterministic.
     token_sum(room, routing, weights.contiguous(), y, K)
-    # Return the routing for the backward pass, which then sorts nothing.
     return y, z, *routing
 
 
@@ -227,30 +213,26 @@ def _rooms(
 
 
 def _moe_mlp_bwd_fake(
-    dy: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
-    needs: list[bool], reuse: bool, *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(map(_rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias), range(6)))
+    dy: Tensor, needs: list[bool], reuse: bool, x: Tensor, index: Tensor, *parameters: Any
+) -> tuple[Tensor, ...]:
+    return tuple(map(_rooms(needs, x, *parameters[:5]), range(6)))
 
 
 @launcher(
-    "(Tensor dy, Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
-    " Tensor? down_bias, Tensor z, Tensor order, Tensor place, Tensor offsets, Tensor tiles, bool[] needs, bool reuse,"
-    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _moe_mlp_bwd_fake,
+    rest=f"Tensor z, Tensor order, Tensor place, Tensor offsets, Tensor tiles, {_OPTIONS}",
+    results=6,
 )
 def _moe_mlp_bwd(
-    dy: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
-    needs: list[bool], reuse: bool, *options: Any,
+    dy: Tensor, needs: list[bool], reuse: bool, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor,
+    down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, *saved: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the six gradients; unneeded gradients are empty.
 
     reuse: dz may overwrite z. Never set in a compiled graph, whose operators must not mutate their inputs.
     """
+    z, order, place, offsets, tiles, *options = saved
     routing = Routing(order, place, offsets, tiles)
-    # Allocate each gradient on demand: the weights' gradients are the pass's largest tensors.
     gradient = _rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias)
     found = [x.new_empty(0) for _ in range(6)]
     (E, D, N), K = down.shape, index.shape[1]
@@ -258,11 +240,9 @@ def _moe_mlp_bwd(
     rows = rows_of_a_tile(S, E, x.dtype)
     index, weights, dy, x = index.contiguous(), weights.contiguous(), view_rows(dy), view_rows(x)
     of_bias = [needs[4] and gate_up_bias is not None, needs[5] and down_bias is not None]
-    # d down_bias needs only dy and the routing weights, so compute it before allocating any workspace.
     if of_bias[1]:
         found[5] = gradient(5)
         expert_sum(dy, routing, weights, found[5], K)
-    # dx, d gate_up and its bias need dz, which needs dh; the routing weights' gradient needs only dh.
     need_dz = needs[0] or needs[2] or of_bias[0]
     need_dh = need_dz or needs[1]
     dz = None
@@ -272,33 +252,27 @@ def _moe_mlp_bwd(
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
             _rows_by_weight(room, _with_unit_stride(down), None, routing, dh, rows, transposed=True)
-        # weight · h overwrites dh, which the same kernel reads first. A frozen `down` needs no h; without dh, h needs
-        # separate memory.
         h = None if not needs[3] else x.new_empty((S, N)) if dh is None else dh
         if need_dz:
             dz = z if reuse else _like(z)
         # Zeros for experts with width 0, where unit_bwd launches nothing. Otherwise every element read below is
         # written.
         dots = x.new_zeros((S,), dtype=torch.float32) if needs[1] else None
-        # A single pass over z and dh gives dz, weight · h and the dots, which all need the activation.
         unit_bwd(z, dh, weights, routing, dz, h, dots, Options(*options))
         if dots is not None:
             found[1] = gradient(1)
             weight_sum(dots, routing, index, dy, _dense(down_bias), found[1])
         if h is not None:
             found[3] = gradient(3)
-            # room still holds dy's rows: d down = Σ dyᵀ (weight · h).
             _weight_bwd(room, h, routing, found[3])
         del dh, h  # free before allocating d gate_up, the largest gradient
     if dz is not None and needs[2]:
         found[2] = gradient(2)
-        # Gather x's rows again: saving them in the forward pass would keep S · D more elements alive.
         take(x, routing, room, K)
         _weight_bwd(dz, room, routing, found[2])
     if dz is not None and needs[0]:
         found[0] = gradient(0)
         _rows_by_weight(dz, _with_unit_stride(gate_up), None, routing, room, rows, transposed=True)
-        # dz already includes the routing weight.
         token_sum(room, routing, None, found[0], K)
     if dz is not None and of_bias[0]:
         found[4] = gradient(4)
@@ -316,18 +290,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 14
     saved = ctx.saved_tensors
     wanted = ctx.needs_input_grad
-    # index, at position 1, has no gradient; an absent bias needs none even if torch reports True.
     needs = [wanted[i] and saved[i] is not None for i in (0, 2, 3, 4, 5, 6)]
     # z is internal to the graph. Unless the graph is retained, no later pass reads z, so dz may overwrite it.
     reuse = getattr(ctx, "hides", False) and not is_traced(dy) and not is_graph_retained()
-    dx, dweights, *rest = _moe_mlp_bwd(dy, *saved, needs, reuse, *ctx.options)
-    found = dx, dweights, *rest
+    found = _moe_mlp_bwd(dy, needs, reuse, *saved, *ctx.options)
     first, second, *others = (g if need else None for g, need in zip(found, needs, strict=True))
-    return (first, None, second, *others, *(None,) * 7)
+    return (first, None, second, *others)
 
 
 _moe_mlp = differentiable(_moe_mlp_fwd, _setup_context, _backward)

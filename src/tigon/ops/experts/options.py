@@ -8,7 +8,6 @@ from typing import NamedTuple
 from tigon.ops.acts import Act, checked_act
 
 
-# A flat tuple of plain values: torch.library schemas accept no objects, and launches use the tuple as a cache key.
 class Options(NamedTuple):
     """The fields of `Expert`, in launch order."""
 
@@ -48,7 +47,6 @@ class Expert:
         object.__setattr__(self, "limit", None if self.limit is None else float(self.limit))
         object.__setattr__(self, "up_offset", float(self.up_offset))
         checked_act("moe_mlp", self.act)
-        # Only silu models scale the argument; other combinations would be untested.
         if self.alpha != 1.0 and self.act != "silu":
             raise ValueError(f"moe_mlp: alpha must be 1 where act is not 'silu', got {self.alpha} and {self.act!r}.")
         # `not >` also rejects NaN. The kernels divide by alpha.
@@ -56,7 +54,6 @@ class Expert:
             raise ValueError(f"moe_mlp: alpha must be positive, got {self.alpha}.")
         if self.limit is not None and not self.limit > 0.0:
             raise ValueError(f"moe_mlp: limit must be positive or None, got {self.limit}.")
-        # Without a gate these options have no effect: ignoring them silently would hide a mistake.
         if not self.gated and self.options() != (plain := Options(self.act, gated=False)):
             pairs = zip(Options._fields, self.options(), plain, strict=True)
             given = " and ".join(f"{name} = {value}" for name, value, other in pairs if value != other)
@@ -69,7 +66,6 @@ class Expert:
 
 
 DEFAULT = Expert()
-# For unknown keywords: where each option belongs.
 HOMES = {field.name: f"config=tigon.Expert({field.name}=…)" for field in fields(Expert)} | {
     f"{weight}_bias": f"{weight}=(weight, bias)" for weight in ("gate_up", "down")
 }

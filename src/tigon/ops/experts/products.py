@@ -26,7 +26,6 @@ def _tile(
     tile = first + within % size
     expert = tl.load(tiles_ptr + tile)
     start = tl.load(tiles_ptr + TILES + tile)
-    # A surplus tile has expert E: the minimum keeps the load in bounds.
     end = tl.load(offsets_ptr + tl.minimum(expert + 1, E))
     rows = start + tl.arange(0, BLOCK_M)
     return expert, start, rows, rows < end, within // size
@@ -53,10 +52,8 @@ def _rows_kernel(
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # Rows beyond the expert's end are computed but not stored.
     if DESCRIBED:
         for k in range(0, K, BLOCK_K):
-            # The descriptor fills elements outside the tensor with 0.
             rows_of_a = a.load([start, k])
             if BY_COLUMNS:
                 weight = w.load([expert, k, block * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
@@ -65,7 +62,6 @@ def _rows_kernel(
             acc = tl.dot(rows_of_a, weight, acc, input_precision=PRECISION)
     else:
         ks = tl.arange(0, BLOCK_K)
-        # Rows beyond the expert's end load its first row instead, so that loads need no row mask.
         a_ptrs = a + tl.where(inside, rows, start).to(tl.int64)[:, None] * K + ks[None, :]
         w_ptrs = w + expert.to(tl.int64) * stride_we + cols.to(tl.int64)[None, :] * stride_wn + ks[:, None] * stride_wk
         for k in range(0, K, BLOCK_K):

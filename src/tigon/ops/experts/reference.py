@@ -14,7 +14,6 @@ def moe_mlp_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, options: Options,
 ) -> Tensor:  # fmt: skip
-    # Accumulate in fp32 as the kernels do: bf16 would round after every expert.
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     # unbind once: indexing per expert would allocate a full-size gradient for each expert.
@@ -37,7 +36,6 @@ def moe_mlp_reference(
 def _one_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, options: Options
 ) -> Tensor:
-    # The kernels write both products in x's dtype: z and h are rounded once each.
     return F.linear(activation_reference(F.linear(x, gate_up, gate_up_bias), options), down, down_bias)
 
 

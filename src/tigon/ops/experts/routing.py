@@ -79,17 +79,14 @@ def _place_kernel(
     if block == 0:
         tl.store(offsets_ptr + experts, begin, mask=experts < E)
         tl.store(offsets_ptr + E, tl.sum(total, 0))
-    # Next position per expert: after all smaller experts and after earlier blocks.
     running = begin + before
     for start in range(0, tl.minimum(BLOCK, S - block * BLOCK), STEP):
         slot = block * BLOCK + start + tl.arange(0, STEP)
         expert = tl.load(index_ptr + slot, mask=slot < S, other=-1)
         chosen = ((expert[:, None] == experts[None, :]) & (experts < E)[None, :]).to(tl.int32)
-        # Exclusive sum within the step keeps slot order: the sort is stable.
         earlier = tl.cumsum(chosen, 0) - chosen
         at = tl.sum(chosen * (earlier + running[None, :]), 1)
         known = tl.sum(chosen, 1) > 0
-        # Positions are distinct, so the scattered stores need no atomics.
         tl.store(order_ptr + at, slot, mask=known)
         tl.store(place_ptr + slot, tl.where(known, at, -1), mask=slot < S)
         running += tl.sum(chosen, 0)

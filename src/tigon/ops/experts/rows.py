@@ -24,7 +24,6 @@ def _take_kernel(
 ):  # fmt: skip
     """y[i] = the token's row for the i-th choice in expert order."""
     blocks = tl.cdiv(N, BLOCK_N)
-    # int64: S · D exceeds 2**31 at 512k slots with width 4096.
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = i < tl.load(offsets_ptr + E)
@@ -49,10 +48,8 @@ def _token_sum_kernel(
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (token < T)[:, None] & (cols < N)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    # Unrolled, so that the loads for all K rows are in flight together.
     for k in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + k, mask=token < T, other=-1).to(tl.int64)
-        # The mask also keeps −1 from being used as a row.
         known = mask & (place >= 0)[:, None]
         row = tl.load(rows_ptr + place[:, None] * N + cols[None, :], mask=known, other=0.0).to(tl.float32)
         if weights_ptr is not None:
@@ -79,11 +76,9 @@ def _expert_sum_kernel(
     for r in range(start, end, BLOCK_R):
         rows = r + tl.arange(0, BLOCK_R)
         inside = rows < end
-        # The last rows may belong to the next expert: the mask is required.
         mask = inside[:, None] & (cols < N)[None, :]
         if weights_ptr is not None:
             slot = tl.load(order_ptr + rows, mask=inside, other=0)
-            # down's bias is added before the routing weight, so its gradient is Σ weight · dy.
             rows = slot // TOP_K
             weight = tl.load(weights_ptr + slot, mask=inside, other=0.0).to(tl.float32)
         row = tl.load(rows_ptr + rows.to(tl.int64)[:, None] * stride_rows + cols[None, :], mask=mask, other=0.0)
@@ -126,7 +121,6 @@ def _weight_sum_kernel(
 def _token_tile(N: int) -> tuple[int, int, dict[str, int]]:
     """Return tokens and columns per program, and Triton options: a thread loads 16 bytes from each of K rows."""
     block = min(1024, next_power_of_2(N))
-    # 8 elements per thread, so that the K rows in flight fit in registers.
     return 1024 // block, block, {"num_warps": 4}
 
 
@@ -138,7 +132,6 @@ def _take_tile(N: int) -> tuple[int, int, dict[str, int]]:
 
 def _expert_tile() -> tuple[int, int, dict[str, int]]:
     """Return rows per step, columns per program, and Triton options."""
-    # Narrow column blocks: there are only E · N / 64 programs, and each walks a long column.
     return 32, 64, {"num_warps": 4}
 
 

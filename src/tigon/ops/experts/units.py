@@ -22,9 +22,7 @@ from tigon.ops.experts.routing import Routing
 def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Load gate and up for BLOCK_N columns, in fp32. rows (M,): int64. mask (M, BLOCK_N)."""
     if INTERLEAVED:
-        # A single wide load; each thread splits its own pairs. cols are contiguous, and tl.min gives the first column.
         pair = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK_N)
-        # mask has BLOCK_N columns and the pairs 2 · BLOCK_N: reduce it to a row mask.
         exists = tl.max(mask.to(tl.int32), 1)[:, None] > 0
         z = tl.load(z_ptr + rows[:, None] * 2 * N + pair[None, :], mask=exists & (pair < 2 * N)[None, :], other=0.0)
         gate, up = tl.split(tl.reshape(z, (z.shape[0], BLOCK_N, 2)))
@@ -68,7 +66,6 @@ def _unit_fwd_kernel(
     z_ptr, h_ptr, offsets_ptr, E, N, BLOCKS, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # int64: S · 2N reaches 2**31 at 64k slots with 2 × 16384 columns.
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < tl.load(offsets_ptr + E))[:, None] & (cols < N)[None, :]
@@ -95,7 +92,6 @@ def _unit_bwd_kernel(
     """Write dz, weight · h, and h · dh, the routing weight's gradient."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < tl.load(offsets_ptr + E)
-    # order is uninitialized beyond the last row with an expert: the mask is required.
     slot = tl.load(order_ptr + rows, mask=exists, other=0)
     weight = tl.load(weights_ptr + slot, mask=exists, other=0.0).to(tl.float32)
     dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -114,7 +110,6 @@ def _unit_bwd_kernel(
         if dh_ptr is not None:
             dots += tl.where(mask, h * dh, 0.0)
             if dz_ptr is not None:
-                # dots needs dh without the routing weight, dz with the weight.
                 dh *= weight[:, None]
                 dtype = dz_ptr.dtype.element_ty
                 if GATED:

@@ -31,10 +31,8 @@ def _layer_norm_fwd_kernel(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < M
     mask = row_mask[:, None] & col_mask
-    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
     x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Masked columns hold 0; divide by N, not by BLOCK_N.
     mean = tl.sum(x, 1) / N
     centred = tl.where(col_mask, x - mean[:, None], 0.0)
     left = tl.sum(centred, 1) / N
@@ -88,7 +86,6 @@ def _layer_norm_row_fwd_kernel(
     BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    # int64: an output with 2**31 elements is 512k rows of 4096. From here on columns alone address the row, in int32.
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
     cols = tl.arange(0, BLOCK_N)
@@ -127,12 +124,10 @@ def _layer_norm_bwd_kernel(
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Masked columns need no further mask: dy is 0 there, and every term has dy as a factor.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
-    # A partial sum per tile row; tile rows are added once, after the loop.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -251,7 +246,6 @@ def _layer_norm_row_bwd_kernel(
             along, shift = tl.reduce((products, total), 0, _add_pairs)
             along = along / N
             shift = shift / N
-        # Without dx there is no address: arithmetic with None would not compile.
         dx_row = dx_ptr if dx_ptr is None else dx_ptr + row * N
         dw, db = _row_gradients(
             dy_row, x_row, w_ptr, dx_row, cols, mask, mean, rstd, along, shift, dw, db, NEED_DW, NEED_DB
@@ -261,7 +255,6 @@ def _layer_norm_row_bwd_kernel(
                 dy_row, x_row, w_ptr, dx_row, rest, rest < N, mean, rstd, along, shift, dw_rest, db_rest,
                 NEED_DW, NEED_DB,
             )  # fmt: skip
-        # Used here and not at the load, so that the row's other work does not wait for the prefetch.
         if SECTORS > 0 and dx_ptr is not None:
             seen = tl.maximum(seen, hint)
     if SECTORS > 0 and dx_ptr is not None:
@@ -293,14 +286,12 @@ def _layer_norm_wide_fwd_kernel(
     # Sums are about the first block's mean, which lies within sqrt(N / BLOCK_N) standard deviations of the row's mean,
     # so that the difference of squares below keeps its digits.
     cols = tl.arange(0, BLOCK_N)
-    # By BLOCK_N, not N: rows here are longer than a block, so the first block is full.
     about = tl.sum(tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32), 0) / BLOCK_N
     total = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        # Masked columns hold 0, not `about`: without the select each would add -about.
         x = tl.where(cols < N, x - about, 0.0)
         total += x
         squares += x * x
@@ -343,7 +334,6 @@ def _layer_norm_wide_dx_kernel(
             dy = dy * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         total += dy
         products += dy * (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean)
-    # rstd twice: once for xhat in the sum, once for xhat in dx below.
     along = tl.sum(products, 0) * rstd * rstd / N
     shift = tl.sum(total, 0) / N
     for start in range(0, N, BLOCK_N):

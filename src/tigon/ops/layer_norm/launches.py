@@ -58,7 +58,6 @@ def _row_tile(n: int) -> tuple[int, int, int]:
     """
     block_n = next_power_of_2(n)
     warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
-    # 256 numbers per warp are 8 per thread: 16 bytes in 16 bits.
     rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
     # Two parts of 4096 take 48 registers, a single part of 8192 takes 56: another program is resident.
     return (block_n // 2, rest, warps) if rest < block_n // 2 or block_n == 8192 else (block_n, 0, warps)
@@ -75,23 +74,20 @@ def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
     padded = n < block_n if block_n == 8192 else 4 * n <= 3 * block_n and block_n == 4096
     if padded and x.element_size() == 2:
         warps, programs = (4, 2) if block_n == 4096 else (8, 1)
-        # Two inputs, four stages, two bytes per number, and room for exchanges between warps.
         if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
             return 1, block_n, warps, 4, programs
     # 16 KiB per tile at any width: as many loads in flight for narrow rows as for wide rows.
     block_m = max(1, 16384 // x.element_size() // block_n)
-    # Two inputs in three stages are six tiles. A tile beyond 16 KiB is a single wide row, with twice the warps.
     tile_bytes = block_m * block_n * x.element_size()
     stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
     return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages, 1
 
 
-def _layer_norm_fwd_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    # Mean and rstd, 8 bytes per row: without them the backward pass would sum x again.
+def _layer_norm_fwd_fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((x.numel() // max(1, x.shape[-1]), 2), dtype=torch.float32)
 
 
-@launcher("(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", _layer_norm_fwd_fake)
+@launcher(_layer_norm_fwd_fake)
 def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y, stats = _layer_norm_fwd_fake(x, weight, bias, eps)
     if x.numel() == 0:
@@ -108,7 +104,6 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     def plan() -> Plan:
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
-            # 16 numbers per thread: two 16-byte loads of 16-bit numbers.
             return M, (*arguments, 8192), {"num_warps": 16}
         if twice:
             return M, (*arguments, 2048), {"num_warps": 8}
@@ -118,7 +113,6 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         block_m, block_n, warps = _fwd_tile(N)
         return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
 
-    # All kernels write the same statistics, so any backward kernel can read them.
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
     if N > MAX_TILE or twice:
         kernel = _layer_norm_wide_fwd_kernel
@@ -136,18 +130,13 @@ def _layer_norm_bwd_fake(
     return dx, dw, torch.empty_like(bias) if need_db and bias is not None else x.new_empty(0)
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, bool need_dx, bool need_dw, bool need_db)"
-    " -> (Tensor, Tensor, Tensor)",
-    _layer_norm_bwd_fake,
-)
+@launcher(_layer_norm_bwd_fake)
 def _layer_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx, dw, db = _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db)
     if x.numel() == 0:
-        # Without rows the sums are 0, and no kernel would write them.
         return dx, dw.zero_(), db.zero_()
     M, N = stats.shape[0], x.shape[-1]
     dy, *dy_strides = row_groups(dy)
@@ -174,7 +163,6 @@ def _layer_norm_bwd(
         by_row = block_n > 8192
 
         def plan() -> Plan:
-            # A sector holds 16 such numbers, one prefetch lane each. A single tile has no successor to prefetch.
             ahead = 1 if cdiv(M, block_m) == 1 else stages
             tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, ahead)
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
@@ -183,8 +171,6 @@ def _layer_norm_bwd(
         launch(kernel, key, (dy, x, weight, stats, out_dx, *sums), plan)
     else:
         if need_dx:
-            # Two kernels with two grids: sums along a row need all columns, sums over rows need all rows, and a fused
-            # program would have no registers for the sums of a wide row.
             tensors = (dy, x, weight, stats, dx)
             launch(_layer_norm_wide_dx_kernel, key, tensors, lambda: (M, (*arguments, 8192), {"num_warps": 16}))
         if halves:
@@ -209,12 +195,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, need_dx, need_dw, need_db)
-    # Operators return tensors: an unwanted result is empty, and becomes None here.
-    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None
 
 
 norm_of_rows = differentiable(_layer_norm_fwd, _setup_context, _backward)

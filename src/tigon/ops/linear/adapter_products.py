@@ -18,8 +18,6 @@ def rounded_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """scale · left right, rounded to dtype, which may be fp32 with half-precision factors."""
-    # Uninitialised: each branch below writes the whole tensor. beta = 0 does not read `out` either, so NaN garbage
-    # stays out.
     if out is None:
         out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
     if dtype not in (left.dtype, torch.float32):  # cuBLAS widens results, but does not narrow them
@@ -30,7 +28,6 @@ def rounded_product(
         return torch.mm(left, right, out=out) if scale == 1.0 else out.addmm_(left, right, beta=0, alpha=scale)
     if left.is_meta:
         return out  # before torch 2.13 there is no meta kernel for a product with an out_dtype
-    # cuBLAS writes fp32 sums directly. Casting the factors first would copy x, the widest operand.
     if left.is_cuda:
         return torch.addmm(out, left, right, out_dtype=dtype, beta=0, alpha=scale, out=out)
     return out.addmm_(left.to(dtype), right.to(dtype), beta=0, alpha=scale)
@@ -38,7 +35,6 @@ def rounded_product(
 
 def _halves(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Two narrow tensors whose sum is t up to a relative error of 2⁻¹⁷."""
-    # high holds the mantissa's upper 8 bits, and low the next 8. t − high is exact in fp32.
     high = t.to(dtype)
     return high, (t - high).to(dtype)
 
@@ -52,7 +48,6 @@ def skinny_product(
     # Both halves side by side as 2r columns: `wide`, the large operand, is read from DRAM once.
     both = rounded_product(wide, torch.cat(_halves(narrow, wide.dtype), 1), narrow.dtype, scale)
     r = narrow.shape[1]
-    # Sum in fp32, then round: rounding first would lose the low half.
     total = (both[:, :r] + both[:, r:]).to(dtype)
     return total if out is None else out.copy_(total)
 
@@ -72,8 +67,6 @@ def outer_product(
 ) -> Tensor:
     """scale · left right + bias with inner size r, in dtype; the factors may be fp32."""
     left, right = _narrow_factors(left, right, dtype)
-    # The bias is added here, with the adapter's part: the frozen product that follows adds to both without an extra
-    # pass.
     if bias is not None:
         return torch.addmm(bias.to(dtype), left, right, alpha=scale)
     return rounded_product(left, right, dtype, scale)
@@ -84,19 +77,16 @@ def add_outer_product(
 ) -> Tensor:  # fmt: skip
     """out + scale · left right with inner size r, in place if `over`; the factors may be fp32."""
     left, right = _narrow_factors(left, right, out.dtype)
-    # Both variants read `out` in the product's epilogue, not in a separate pass. `over` saves memory, not traffic.
     return out.addmm_(left, right, alpha=scale) if over else torch.addmm(out, left, right, alpha=scale)
 
 
-def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
+def stack_factors(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate each stack of matrices in this dtype; a single launch makes all copies."""
     wholes = [stack[0] for stack in stacks]
     copied = [i for i, stack in enumerate(stacks) if len(stack) > 1 or stack[0].dtype != dtype]
     if not copied:
         return wholes
-    # One buffer and one launch for all factors: they are small, and a launch costs more than a copy.
     flat = cast_together([t for i in copied for t in stacks[i]], dtype)
-    # A stack's matrices are adjacent, so a view joins them: [A…] is (Σr, H) without another copy.
     for i, part in zip(copied, flat.split_with_sizes([sum(t.numel() for t in stacks[i]) for i in copied]), strict=True):
         wholes[i] = part.view(-1, wholes[i].shape[1])
     return wholes
@@ -113,7 +103,6 @@ class Group:
         self.dtype, self.count = dtype, len(layers)
         # Autocast narrows factors as F.linear does, hence wide = False there.
         self.thin = widest_dtype(layers, dtype) if wide else dtype
-        # 1/(1-p) is part of the scale, so the kernels leave x unscaled and only skip dropped elements.
         self.scales = [float(layer.scale) / kept_share(layer.dropout) for layer in layers]
         self.ranks = [layer.a.shape[0] for layer in layers]
         # Held by the plan, not saved by autograd, which takes only tensors: checkpoint and offloading hooks do not see
@@ -129,8 +118,6 @@ class Group:
     def tensors(self, layers: tuple[LoRA, ...]) -> list[Tensor | None]:
         """A…, B…, biases…, weights…"""
         weights = [layer.weight if isinstance(layer.weight, Tensor) else None for layer in layers]
-        # Four runs of `count`, None where a layer has no bias or no plain weight: `split` reverses this, for gradients
-        # and needs alike.
         return [*(x.a for x in layers), *(x.b for x in layers), *(x.bias for x in layers), *weights]
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
@@ -146,23 +133,19 @@ class Group:
         frozen = self.frozen[i]
         found = own if own is not None else frozen
         assert found is not None
-        # Made for a single product and freed by reference counting: two dense weights never coexist.
         return dense(found, self.dtype)
 
     def factors(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """[A…] (Σr, H) and every B, in the dtype they are multiplied in."""
-        # All A joined, because x meets them in one product; each B separate, because each has a separate y.
-        joined, *each = stacked(self.thin, a, *((own,) for own in b))
+        joined, *each = stack_factors(self.thin, a, *((own,) for own in b))
         return joined, each
 
     # ------------------------------------------------------------------------------------------------------ forward
 
     def thin_products(self, rows: Tensor, a: Tensor, first: int = 0) -> Tensor:
         """t (M, Σr) = x [A…]ᵀ for a tile of rows that starts at row `first`."""
-        # Each layer drops different elements, so torch would write a dropped copy of x per layer. The kernel computes
-        # the masks after loading x.
         if self.masks is not None:
-            return dropped_product(rows, a, self.ranks, self.masks.of(range(self.count), first), self.thin)
+            return dropped_product(rows, a, self.ranks, self.masks.select(range(self.count), first), self.thin)
         return skinny_product(rows, a.t(), self.thin)
 
     def results(
@@ -179,8 +162,6 @@ class Group:
                 y = outer_product(*factors, self.dtype, self.scales[i], biases[i])
                 results.append(y.addmm_(rows, self.weight(i, weights).t()))
             else:
-                # A layer with its own product has no epilogue to add in. The result is fresh (`own_product`), so the
-                # adapter's part is added in place.
                 results.append(add_outer_product(self.product(i, rows, weights), *factors, self.scales[i], over=True))
         return results
 
@@ -198,8 +179,6 @@ class Group:
             (i,) = present
             return skinny_product(dys[i], b[i], self.thin, self.scales[i])  # type: ignore[arg-type]
         ranks = [self.ranks[i] for i in present]
-        # Each layer's product writes its columns in one tensor, so that dx and d[A…] take one product each, not one per
-        # layer.
         u = b[0].new_empty(dys[present[0]].shape[0], sum(ranks))  # type: ignore[union-attr]
         for i, own in zip(present, u.split_with_sizes(ranks, 1), strict=True):
             skinny_product(dys[i], b[i], self.thin, self.scales[i], own)  # type: ignore[arg-type]
@@ -210,17 +189,13 @@ class Group:
     ) -> Tensor:
         """dx = u [A…] + Σ dyᵢ Wᵢ, over the layers that have a gradient."""
         present = [i for i, dy in enumerate(dys) if dy is not None]
-        # An unused result has no gradient, and its A must not be multiplied with another layer's u.
-        joined = self._of(present, a, 0)
-        # The adapters' part first: small, and rounded once, before the frozen products accumulate onto dx in their
-        # epilogues.
+        joined = self._select(present, a, 0)
         dx = (
             outer_product(u, joined, self.dtype)
             if self.masks is None
             else self.dropped_outer(u, joined, present, first)
         )
         for i in present:
-            # W is made dense again, because keeping a dense copy of a 4-bit weight would take four times the memory.
             dx.addmm_(dys[i], self.weight(i, weights))  # type: ignore[arg-type]
         return dx
 
@@ -228,9 +203,9 @@ class Group:
         """Σ mᵢ ⊙ (uᵢ Aᵢ) for these layers' u (M, Σr) and A (Σr, H)."""
         assert self.masks is not None
         ranks = [self.ranks[i] for i in present]
-        return dropped_outer(u, a, ranks, self.masks.of(present, first), self.dtype)
+        return dropped_outer(u, a, ranks, self.masks.select(present, first), self.dtype)
 
-    def _of(self, layers: Sequence[int], joined: Tensor, dim: int, among: Sequence[int] | None = None) -> Tensor:
+    def _select(self, layers: Sequence[int], joined: Tensor, dim: int, among: Sequence[int] | None = None) -> Tensor:
         """Select some layers' parts in a tensor that joins the parts for `among`, by default all layers."""
         among = range(self.count) if among is None else among
         if len(layers) == len(among):
@@ -253,20 +228,17 @@ class Group:
         found: list[Tensor | None] = [None] * self.count
         if not wanted:
             return found
-        # A frozen A needs no gradient, although the layer's u contributed to dx.
-        u = self._of(wanted, u, 1, present)
+        u = self._select(wanted, u, 1, present)
         # The product is rounded to the widest parameter dtype, and each part is narrowed from there: a second rounding
         # only where dtypes differ.
         widest = a[wanted[0]].dtype
         for i in wanted:
             widest = torch.promote_types(widest, a[i].dtype)
         if self.masks is not None:
-            da = dropped_gradient(u, rows, [self.ranks[i] for i in wanted], self.masks.of(wanted, first), widest)
+            da = dropped_gradient(u, rows, [self.ranks[i] for i in wanted], self.masks.select(wanted, first), widest)
         elif u.dtype == rows.dtype:
             da = rounded_product(u.t(), rows, widest)
         else:
-            # x is not widened: u's halves are 2r rows in one product, which reads x once, and their results are added
-            # in fp32.
             both = rounded_product(torch.cat(_halves(u, rows.dtype), 1).t(), rows, u.dtype)
             da = both[: u.shape[1]] + both[u.shape[1] :]
         for i, own in zip(wanted, da.split_with_sizes([self.ranks[i] for i in wanted]), strict=True):
@@ -277,7 +249,6 @@ class Group:
         self, dys: Sequence[Tensor | None], t: Tensor, b: Sequence[Tensor], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         """dBᵢ = sᵢ dyᵢᵀ tᵢ."""
-        # Second read of dy, after `upstream`: two skinny products, each bound by dy's bytes.
         return [
             None if dy is None or not need else skinny_product(dy.t(), own, like.dtype, scale)
             for dy, own, like, scale, need in zip(dys, self.columns(t), b, self.scales, needs, strict=True)

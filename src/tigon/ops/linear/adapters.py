@@ -30,13 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import (
+    add_anchor,
     autocast_device,
     autocast_dtype,
-    bind_apply,
     is_graph_retained,
     load_tensors,
-    make_anchor,
-    run_once_differentiable,
+    make_function,
     save_tensors,
     use_triton,
 )
@@ -72,17 +71,14 @@ def lora_linear(
     """
     layers = tuple(layers)
     dtype, autocast = checked_layers("lora_linear", x, layers)
-    # The reference takes x unchanged: the reference applies autocast and draws its own masks.
     if not runs_by_hand(dtype, autocast, layers, x):
         return lora_linear_reference(x, layers)
     # Outside the Function: the recipes in tigon.fusion.memory.recompute recognise casts of tensors they can recompute.
     x = x if x.dtype == dtype else x.to(dtype)
-    # Without gradients nothing is saved, not even by a checkpoint's hooks.
     saved_by = saved_by if torch.is_grad_enabled() else None
     plan = Group(layers, dtype, wide=not autocast)
-    # Tensors are passed flat, because autograd does not look inside tuples. The plan carries the rest.
     result = _lora_linear(x, plan, saved_by, *plan.tensors(layers))
-    # `make_anchor` may have appended an empty tensor.
+    # `add_anchor` may have appended an empty tensor.
     return result[: len(layers)]  # type: ignore[no-any-return]
 
 
@@ -124,7 +120,6 @@ def gated_lora_linear(
         )
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
         raise ValueError(f"gated_lora_linear: gate must be (..., 2N) where up is None, got {tuple(gate.shape)}.")
-    # Stands for the product, which does not exist yet, in the checks on shape and dtype.
     hidden = gate if up is not None else gate[..., : gate.shape[-1] // 2]
     dtype, autocast = checked_layers("gated_lora_linear", hidden, (layer,))
     parameters = tuple(t for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor))
@@ -141,7 +136,6 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
     device, dtype = x.device.type, autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
         x = x.to(dtype)
-        # Off inside: the operands are already cast, and the call below must not apply autocast.
         with torch.autocast(autocast_device(device), enabled=False):
             cast = [
                 layer._replace(
@@ -154,7 +148,6 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
     # A single draw for all layers, as in the fused path: equal torch seeds then give equal masks.
     masks = draw_masks([layer.dropout for layer in layers], x.device)
     for i, layer in enumerate(layers):
-        # Only a weight that can be made dense goes through F.linear. A layer with its own product keeps that rounding.
         if multiplier(layer.weight) is None:
             y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
         else:
@@ -171,7 +164,6 @@ def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype
     if masks is not None:
         # A select, not a product: a dropped infinite x gives 0, whereas 0 · inf would be NaN.
         x = torch.where(keep_mask(masks, i, x.shape[:-1].numel(), x.shape[-1]).view(x.shape), x, 0.0)
-        # The kept share for the rounded p, so that the mean is exact to p's 16 bits.
         scale = scale / kept_share(layer.dropout)
     return F.linear(F.linear(x.to(dtype), layer.a.to(dtype)), layer.b.to(dtype)) * scale
 
@@ -180,126 +172,85 @@ def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype
 
 
 def _rows(dy: Tensor | None) -> Tensor | None:
-    # A view if dy's rows are evenly strided, else a copy that all products share.
     return None if dy is None else dy.reshape(-1, dy.shape[-1])
 
 
-class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Group, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
-        # An unused result has gradient None, not a zero tensor that products would read.
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.plan = True, plan
-        a, b, biases, weights = plan.split(tensors)
-        # Skip x, plan and saved_by: needs_input_grad has an entry for every argument, tensor or not.
-        need_a, need_b = plan.split(ctx.needs_input_grad[3:])[:2]
-        rows = x.reshape(-1, x.shape[-1])
-        joined, thin = plan.factors(a, b)
-        t = plan.thin_products(rows, joined)
-        # Only A's gradients need x: where A is frozen, dx needs only the weights.
-        own_x = x if any(need_a) else None
-        # Before the wide products: a checkpoint's recomputation stops at the last saved tensor and skips them.
-        save_tensors(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
-        ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, thin, biases, weights)]
-        # Unsaved inputs: the biases, and x unless saved; see make_anchor.
-        unsaved = [0] * (own_x is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
-        way = (
-            ()
-            if saved_by is not None or not unsaved
-            else make_anchor(ctx, (x, plan, saved_by, *tensors), tuple(unsaved))
-        )
-        if way:
-            ctx.save_for_backward(*ctx.to_save, *way)
-        return (*ys, *way)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        return run_once_differentiable(_lora_linear_backward, ctx, *dys)
+def _lora_linear_fwd(ctx: Any, x: Tensor, plan: Group, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    ctx.set_materialize_grads(False)
+    ctx.plan = plan
+    a, b, biases, weights = plan.split(tensors)
+    need_a, need_b = plan.split(ctx.needs_input_grad[3:])[:2]
+    rows = x.reshape(-1, x.shape[-1])
+    joined, thin = plan.factors(a, b)
+    t = plan.thin_products(rows, joined)
+    own_x = x if any(need_a) else None
+    # Before the wide products: a checkpoint's recomputation stops at the last saved tensor and skips them.
+    save_tensors(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
+    ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, thin, biases, weights)]
+    if saved_by is not None:
+        return tuple(ys)
+    unsaved = [0] * (own_x is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
+    return (*ys, *add_anchor(ctx, (x, plan, saved_by, *tensors), tuple(unsaved)))
 
 
-def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+def _lora_linear_bwd(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     plan: Group = ctx.plan
     n = plan.count
-    # Before the first return: `load_tensors` also releases the tensors packed by a checkpoint's hooks.
     x, t, *rest = load_tensors(ctx)
     dys = [_rows(dy) for dy in given[:n]]
     a, b, weights = (rest[i : i + n] for i in range(0, 3 * n, n))
     need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
-    # Possible if only `make_anchor`'s empty tensor was reached.
-    if all(dy is None for dy in dys):
-        return (None,) * len(ctx.needs_input_grad)
     dx: Tensor | None = None
     da: list[Tensor | None] = [None] * n
     if need_x or any(needs[0]):
-        # Cast again instead of saved: the narrow copies are small, and a single launch makes all.
         joined, thin = plan.factors(a, b)
         u = plan.upstream(dys, thin)
         if need_x:
             dx = plan.input_gradient(dys, u, joined, weights)
-            # The shape comes from a gradient: x may not have been saved.
             dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
         if any(needs[0]):
             da = plan.a_gradients(dys, u, x.reshape(-1, x.shape[-1]), a, needs[0])
     db = plan.b_gradients(dys, t, b, needs[1]) if any(needs[1]) else [None] * n
-    return dx, None, None, *da, *db, *_bias_gradients(dys, needs[2], plan.dtype), *[None] * n
+    dbias = [None if dy is None or not need else dy.sum(0) for dy, need in zip(dys, needs[2], strict=True)]
+    return dx, None, None, *da, *db, *dbias
 
 
-def _bias_gradients(dys: Sequence[Tensor | None], needs: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
-    # torch sums half precision in fp32, and rounds the result once.
-    return [None if dy is None or not need else dy.sum(0) for dy, need in zip(dys, needs, strict=True)]
+def _gated_lora_linear_fwd(
+    ctx: Any, gate: Tensor, up: Tensor | None, plan: Group, act: str, inplace: bool, saved_by: Any, *tensors: Any
+) -> tuple[Tensor, ...]:
+    ctx.set_materialize_grads(False)
+    ctx.plan, ctx.act, ctx.inplace = plan, act, inplace
+    a, b, biases, weights = plan.split(tensors)
+    need_b = ctx.needs_input_grad[7]
+    if saved_by is not None:
+        # A checkpoint recomputes no further than this: t needs the product, which the backward pass makes anyway.
+        save_tensors(ctx, saved_by, gate, up, None, *a, *b, *weights)
+    product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
+    joined, thin = plan.factors(a, b)
+    t = plan.thin_products(product, joined)
+    if saved_by is None:
+        save_tensors(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
+    y = plan.results(product, t, thin, biases, weights)[0]
+    y = y.view(*gate.shape[:-1], y.shape[1])
+    # The bias is the only differentiable input that no saved tensor leads to.
+    if saved_by is None and biases[0] is not None:
+        return (y, *add_anchor(ctx, (gate, up, plan, act, inplace, saved_by, *tensors), (8,)))
+    return (y,)
 
 
-class _GatedLoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, plan: Group, act: str, inplace: bool, saved_by: Any, *tensors: Any
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.plan, ctx.act, ctx.inplace = True, plan, act, inplace
-        a, b, biases, weights = plan.split(tensors)
-        need_b = ctx.needs_input_grad[7]
-        if saved_by is not None:
-            # A checkpoint recomputes no further than this: t needs the product, which the backward pass makes anyway.
-            save_tensors(ctx, saved_by, gate, up, None, *a, *b, *weights)
-        # Never saved: the backward kernel reads gate and up for their gradients and recomputes the product along the
-        # way.
-        product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
-        joined, thin = plan.factors(a, b)
-        t = plan.thin_products(product, joined)
-        if saved_by is None:
-            save_tensors(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
-        y = plan.results(product, t, thin, biases, weights)[0]
-        y = y.view(*gate.shape[:-1], y.shape[1])
-        way: tuple[Tensor, ...] = ()
-        # The bias is the only differentiable input that no saved tensor leads to.
-        if saved_by is None and biases[0] is not None:
-            way = make_anchor(ctx, (gate, up, plan, act, inplace, saved_by, *tensors), (8,))
-            if way:
-                ctx.save_for_backward(*ctx.to_save, *way)
-        return (y, *way)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_gated_lora_linear_backward, ctx, *gradients)
-
-
-def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _gated_lora_linear_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     plan: Group = ctx.plan
     gate, up, t, *rest = load_tensors(ctx)
-    if dy is None:
-        return (None,) * 10
     a, b, weights = (rest[i : i + 1] for i in range(3))
     need_gate, need_up, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
     rows = dy.reshape(-1, dy.shape[-1])
     joined, thin = plan.factors(a, b)
     u = plan.upstream([rows], thin)
     dgate = dup = da = db = None
-    # A checkpoint's hooks do not save t; a thin product recomputes t from the product.
     recomputed = need_a or (need_b and t is None)
     if need_gate or need_up:
         # scratch first holds the product's gradient. The kernel overwrites scratch with the product, which dA needs.
         scratch = plan.input_gradient([rows], u, joined, weights)
-        # With a retained graph the next backward pass reads gate and up again.
         over = ctx.inplace and not is_graph_retained()
         if need_gate:
             dgate = gate.detach() if over else torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -313,11 +264,11 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     elif recomputed:
         scratch = _gated_fwd(gate, up, ctx.act, 1.0, 1.0).view(-1, a[0].shape[1])
     if need_b:
-        # From the product, not from dgate: the kernel above wrote the product to scratch.
         db = plan.b_gradients([rows], plan.thin_products(scratch, joined) if t is None else t, b, [True])[0]
     if need_a:
         da = plan.a_gradients([rows], u, scratch, a, [True])[0]
-    return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None, None
+    return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None
 
 
-_lora_linear, _gated_lora_linear = bind_apply(_LoraLinear), bind_apply(_GatedLoraLinear)
+_lora_linear = make_function(_lora_linear_fwd, _lora_linear_bwd)
+_gated_lora_linear = make_function(_gated_lora_linear_fwd, _gated_lora_linear_bwd)

@@ -33,7 +33,6 @@ def chunk_budget(
                 raise ValueError(f"TIGON_CHUNK_BYTES must be a whole number of bytes, got {text!r}.") from None
     if chunk_bytes is None:
         budget = CPU_CHUNK_BYTES if device.type == "cpu" else FROZEN_CHUNK_BYTES if frozen else CHUNK_BYTES
-        # Only the default grows. An explicit limit stays a limit.
         return whole if spared and budget < whole <= budget + spared else budget
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}.")
@@ -48,7 +47,5 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     # Whole tiles of 128 rows: a partial tile costs a product as much as a full tile.
     most = max(128, budget // max(1, row_bytes) // 128 * 128)
     chunks = max(1, -(-rows // most))
-    # Equal shares: a short last chunk would be a small, relatively slow product.
     balanced = -(-rows // chunks)
-    # Rounded up, so that only the last chunk is shorter. `most` is a multiple of 128 and is not exceeded.
     return max(1, min(rows, -(-balanced // 128) * 128))

@@ -15,14 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import (
-    bind_apply,
-    is_graph_retained,
-    load_tensors,
-    make_anchor,
-    run_once_differentiable,
-    save_tensors,
-)
+from tigon.kernels import add_anchor, is_graph_retained, load_tensors, make_function, save_tensors
 from tigon.ops.acts import Act
 from tigon.ops.gated import _gated_fwd, gated_backward
 from tigon.ops.linear.projections import linear
@@ -50,45 +43,31 @@ def dense_mlp(
     return y
 
 
-class DenseMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, act: Act, product: bool, saved_by: Any, wg: Tensor, wu: Tensor | None, wd: Tensor,
-        *biases: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.act = True, act
-        needs = ctx.needs_input_grad
-        # Only the gradients of gate's and up's weights need x.
-        own_x = x if needs[4] or needs[5] else None
-        g = linear(x, wg, biases[0])
-        u = None if wu is None else linear(x, wu, biases[1])
-        # A checkpoint recomputes up to the last saved tensor: stop before the product, or directly after.
-        if saved_by is not None and product:
-            save_tensors(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
-        h = _gated_fwd(g, u, act, 1.0, 1.0)
-        if saved_by is None or not product:
-            save_tensors(ctx, saved_by, own_x, g, u, None if product or not needs[6] else h, wg, wu, wd)
-        y = linear(h, wd, biases[2])
-        if saved_by is None and (own_x is None or biases != (None, None, None)):
-            # Unsaved inputs: the biases, and x unless saved; see make_anchor.
-            unsaved = [0] * (own_x is None) + [7 + i for i, bias in enumerate(biases) if bias is not None]
-            way = make_anchor(ctx, (x, act, product, saved_by, wg, wu, wd, *biases), tuple(unsaved))
-            if way:
-                ctx.save_for_backward(*ctx.to_save, *way)
-                return y, *way
-        return (y,)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_backward, ctx, *gradients)
+def _dense_mlp_fwd(
+    ctx: Any, x: Tensor, act: Act, product: bool, saved_by: Any, wg: Tensor, wu: Tensor | None, wd: Tensor,
+    *biases: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    ctx.set_materialize_grads(False)
+    ctx.act, needs = act, ctx.needs_input_grad
+    # Only the gradients of gate's and up's weights need x.
+    own_x = x if needs[4] or needs[5] else None
+    g = linear(x, wg, biases[0])
+    u = None if wu is None else linear(x, wu, biases[1])
+    # A checkpoint recomputes up to the last saved tensor: stop before the product, or directly after.
+    if saved_by is not None and product:
+        save_tensors(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
+    h = _gated_fwd(g, u, act, 1.0, 1.0)
+    if saved_by is None or not product:
+        save_tensors(ctx, saved_by, own_x, g, u, None if product or not needs[6] else h, wg, wu, wd)
+    y = linear(h, wd, biases[2])
+    if saved_by is None and (own_x is None or biases != (None, None, None)):
+        unsaved = [0] * (own_x is None) + [7 + i for i, bias in enumerate(biases) if bias is not None]
+        return y, *add_anchor(ctx, (x, act, product, saved_by, wg, wu, wd, *biases), tuple(unsaved))
+    return (y,)
 
 
-def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    # Before the first return: `load_tensors` also releases the tensors packed by a checkpoint's hooks.
+def _backward(ctx: Any, given: Tensor, *_: Any) -> tuple[Any, ...]:
     x, g, u, h, wg, wu, wd = load_tensors(ctx)[:7]
-    if given is None:
-        return (None,) * 10
     need_x, _, _, _, need_wg, need_wu, need_wd, need_bg, need_bu, need_bd = ctx.needs_input_grad
     need_g, need_u = need_x or need_wg or need_bg, u is not None and (need_x or need_wu or need_bu)
     dy = given.reshape(-1, given.shape[-1])
@@ -96,7 +75,6 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
     dx = dwg = dwu = dwd = dg = du = None
     again = need_wd and h is None
     if need_g or need_u:
-        # scratch: first the product's gradient, then the product itself, which down's dW needs.
         scratch = torch.mm(dy, wd)
         # Gate and up are private to this node. With a retained graph the next backward pass reads them again.
         over = not is_graph_retained()
@@ -109,7 +87,6 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
         scratch = _gated_fwd(g, u, ctx.act, 1.0, 1.0).view(-1, wd.shape[1])
     if need_wd:
         dwd = torch.mm(dy.t(), scratch if again else h.view(-1, wd.shape[1]))
-    # Free the tensor, as wide as gate: nothing below reads it.
     scratch = h = None
     rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
     if dg is not None:
@@ -121,7 +98,6 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if du is not None:
         du = du.view(-1, wu.shape[0])
         if dx is not None:
-            # The product's fp32 sum is added to dx in the epilogue, then rounded.
             dx.addmm_(du, wu)
         if need_wu:
             dwu = torch.mm(du.t(), rows)
@@ -135,4 +111,4 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return dx, None, None, None, dwg, dwu, dwd, *biases
 
 
-_dense_mlp = bind_apply(DenseMLP)
+_dense_mlp = make_function(_dense_mlp_fwd, _backward)

@@ -37,7 +37,6 @@ from tigon.ops.linear.chunk_size import chunk_budget, chunk_rows
 HELD = 3
 
 
-# Keywords from before the function took layers: an error tells where the value goes now.
 HOMES = {
     f"{layer}_{part}": f"{layer}=({layer}_weight, {layer}_bias)"
     for layer in ("gate", "up", "down")
@@ -84,13 +83,12 @@ def gated_mlp(
     dtype = autocast_dtype(device)
     if dtype is not None and x.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in tensors]
-        # The reference's F.linear must not cast the operands again.
         with torch.autocast(autocast_device(device), enabled=False):
-            return _checked(*cast, act, tile_bytes)  # type: ignore[arg-type,call-arg]
-    return _checked(*tensors, act, tile_bytes)
+            return _run(*cast, act, tile_bytes)  # type: ignore[arg-type,call-arg]
+    return _run(*tensors, act, tile_bytes)
 
 
-def _checked(
+def _run(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
     up_bias: Tensor | None, down_bias: Tensor | None, act: str, tile_bytes: int | None,
 ) -> Tensor:  # fmt: skip
@@ -99,7 +97,6 @@ def _checked(
     H, rows = x.shape[-1], gate_weight.shape[0] if gate_weight.dim() == 2 else -1
     if up_weight is None and rows % 2:
         raise ValueError(f"gated_mlp: gate must be (2N, {H}) where up is None, got {tuple(gate_weight.shape)}.")
-    # A packed gate holds N gate rows and N up rows; checked above to be even.
     N = rows if up_weight is not None else rows // 2
     M = down_weight.shape[0]
     for name, t, shape in (
@@ -112,7 +109,6 @@ def _checked(
                 f"gated_mlp: {name} {shape} {x.dtype}, to fit x {tuple(x.shape)}, got {tuple(t.shape)} {t.dtype}."
             )
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    # Same result without the kernels, but not the same memory: autograd saves gate, up and their product in full.
     if not use_triton(*tensors):
         return gated_mlp_reference(*tensors, act)
     # Resolve the budget here: the operator must not depend on the environment, and both passes must use the same tiles.
@@ -139,8 +135,6 @@ def gated_mlp_reference(
 
 def _tiles(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, budget: int) -> list[slice]:
     N = gate_weight.shape[0] if up_weight is not None else gate_weight.shape[0] // 2
-    # Both passes use the backward pass's tiles, where most memory is alive. Tiles are multiples of 128 rows, the
-    # products' tile.
     rows = chunk_rows(x.shape[0], HELD * N * x.element_size(), budget)
     return [slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows)]
 
@@ -152,17 +146,12 @@ def _gate_and_up(
 
 
 def _gated_mlp_fwd_fake(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
-    up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, *_: Any,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], down_weight.shape[0]))
 
 
-@launcher(
-    "(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias,"
-    " Tensor? down_bias, str act, int budget) -> Tensor",
-    _gated_mlp_fwd_fake,
-)
+@launcher(_gated_mlp_fwd_fake)
 def _gated_mlp_fwd(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
     up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
@@ -171,7 +160,6 @@ def _gated_mlp_fwd(
     y = x.new_empty((*x.shape[:-1], down_weight.shape[0]))
     out = y.view(-1, down_weight.shape[0])
     for tile in _tiles(rows, gate_weight, up_weight, budget):
-        # The allocator reuses this product's memory for the next tile: no full-length activation exists.
         product = _gated_fwd(*_gate_and_up(rows[tile], gate_weight, up_weight, gate_bias, up_bias), act, 1.0, 1.0)
         if down_bias is None:
             torch.mm(product, down_weight.t(), out=out[tile])
@@ -180,34 +168,23 @@ def _gated_mlp_fwd(
     return y
 
 
-def _gated_mlp_bwd_fake(
-    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int, need: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    # An empty tensor where no gradient is needed: the schema returns tensors, never None.
-    return [
-        x.new_empty(t.shape if n and t is not None else 0) for n, t in zip(need, tensors, strict=True)
-    ]  # fmt: skip
+def _gated_mlp_bwd_fake(dy: Tensor, need: list[bool], x: Tensor, *others: Any) -> list[Tensor]:
+    parameters = (x, *others)[: len(need)]
+    return [x.new_empty(t.shape if n and t is not None else 0) for n, t in zip(need, parameters, strict=True)]
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
-    " Tensor? up_bias, Tensor? down_bias, str act, int budget, bool[] need) -> Tensor[]",
-    _gated_mlp_bwd_fake,
-)
+@launcher(_gated_mlp_bwd_fake, rest="str act, int budget")
 def _gated_mlp_bwd(
-    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
-    need: list[bool],
+    dy: Tensor, need: list[bool], x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, *options: Any,
 ) -> list[Tensor]:  # fmt: skip
+    act, budget = options
     need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = need
     rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, down_weight.shape[0])
     # Uninitialised: every token is in exactly one tile, which writes its row.
     dx = torch.empty_like(rows) if need_x else x.new_empty(0)
     tiles = _tiles(rows, gate_weight, up_weight, budget)
     sums = [
-        # wide: a single tile needs no accumulation, and the product rounds once to the weight's dtype.
         _Sum(weight, wanted and weight is not None, wide=len(tiles) > 1)
         for weight, wanted in ((gate_weight, need_gate), (up_weight, need_up), (down_weight, need_down))
     ]
@@ -218,18 +195,14 @@ def _gated_mlp_bwd(
         None if not wanted or bias is None else torch.zeros_like(bias, dtype=acc)
         for bias, wanted in ((gate_bias, need_gate_bias), (up_bias, need_up_bias))
     ]
-    # Whether anything but down needs a gradient. If not, the product's gradient and the backward kernel are skipped.
     above = any((need_x, need_gate, need_up, need_gate_bias, need_up_bias))
     for tile in tiles:
         rows_here, dy_here = rows[tile], dy[tile]
-        # The two recomputed products are the price for saving nothing this wide between forward and backward.
         gate, up = _gate_and_up(rows_here, gate_weight, up_weight, gate_bias, up_bias)
         if above:
-            # scratch: first the product's gradient, then the product itself, which down's dW needs.
             scratch = torch.mm(dy_here, down_weight)
             # In place: each element is read before being overwritten.
             gated_backward(scratch, gate, up, act, 1.0, 1.0, gate, up, scratch if need_down else None)
-        # Only down's weight is trained: the forward kernel makes the product, without a gradient.
         elif need_down:
             scratch = _gated_fwd(gate, up, act, 1.0, 1.0)
         if need_down:
@@ -244,7 +217,6 @@ def _gated_mlp_bwd(
             if grad is not None:
                 total.add(grad, rows_here)
                 if bias is not None:
-                    # No product gives this sum, so each tile's gradient is read again.
                     bias += grad.sum(0, dtype=bias.dtype)
     return [
         dx.view(x.shape) if need_x else dx, *(total.result(x) for total in sums),
@@ -262,7 +234,6 @@ class _Sum:
         if weight is not None:
             # Stored separately: a wide dw without a second part is fp32 and does not show the result's dtype.
             self.dtype = weight.dtype
-            # Budget 0: a wide sum always lives inside the result and takes no memory beyond an fp32 sum's.
             self.dw, self.more = weight_gradient.places(weight, weight.dtype, wide, 0, self.wanted)
 
     def add(self, grad: Tensor, x: Tensor) -> None:
@@ -275,8 +246,6 @@ class _Sum:
             return x.new_empty(0)
         if self.first:  # x has no tokens, so the sums are uninitialised
             return torch.zeros_like(self.dw, dtype=self.dtype)
-        # With a second part the sum lives inside the result and is narrowed there. Otherwise .to() copies, or is a
-        # no-op if a single tile has already rounded.
         return weight_gradient.narrow_sum(self.dw, self.more) if self.more.numel() else self.dw.to(self.dtype)
 
 
@@ -285,18 +254,14 @@ class _Sum:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.act, ctx.budget = inputs
-    # x and the parameters: checkpoint and offloading hooks see no other tensor from this layer.
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 9
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    # An absent bias has an entry in needs_input_grad too.
     need = [n and t is not None for n, t in zip(ctx.needs_input_grad[:7], saved, strict=True)]
-    grads = _gated_mlp_bwd(dy, *saved, ctx.act, ctx.budget, need)
-    return *(g if n else None for g, n in zip(grads, need, strict=True)), None, None
+    grads = _gated_mlp_bwd(dy, need, *saved, ctx.act, ctx.budget)
+    return tuple(g if n else None for g, n in zip(grads, need, strict=True))
 
 
 _gated_mlp = differentiable(_gated_mlp_fwd, _setup_context, _backward)

@@ -132,7 +132,6 @@ def runs_by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x
     """Whether the hand-written products serve this call. They use torch's products, so they run on any device."""
     if torch.compiler.is_compiling():
         return False  # Inductor fuses the casts and sums itself, and its partitioner decides which tensors are saved
-    # Tensor subclasses, meta and sparse tensors go to the reference, which uses operations they support.
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     if not use_triton(x, *tensors) and (torch_is_forced() or not all(map(_is_plain, (x, *tensors)))):
         return False

@@ -19,15 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import (
-    bind_apply,
-    is_graph_retained,
-    load_tensors,
-    make_anchor,
-    run_once_differentiable,
-    save_tensors,
-    use_triton,
-)
+from tigon.kernels import add_anchor, is_graph_retained, load_tensors, make_function, save_tensors, use_triton
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.adapted_sum import adapted_sum
 from tigon.ops.gated_lora import (
@@ -38,7 +30,7 @@ from tigon.ops.gated_lora import (
     gated_lora_gradients,
     sums_along,
 )
-from tigon.ops.linear.adapter_products import Group, stacked
+from tigon.ops.linear.adapter_products import Group, stack_factors
 from tigon.ops.linear.adapters import gated_lora_linear, lora_linear
 from tigon.ops.linear.lora import LoRA, checked_layers, runs_by_hand, widest_dtype
 
@@ -76,7 +68,6 @@ def lora_mlp(
     if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
         sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
         raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
-    # The middle tensor does not exist yet. An empty tensor with the same width and dtype serves the same checks.
     checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     saved_by = saved_by if torch.is_grad_enabled() else None
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
@@ -113,71 +104,55 @@ def lora_mlp(
     return y if joined or residual is None else residual + y  # type: ignore[no-any-return]
 
 
-class _LoraMLP(torch.autograd.Function):
+def _lora_mlp_fwd(
+    ctx: Any, x: Tensor, plans: tuple[Group, Group], act: str, inplace: bool, saved_by: Any,
+    residual: Tensor | None, *tensors: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """x, …, the residual, gate's and up's A and B, their weights, and down's A, B, bias and weight → y."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, plans: tuple[Group, Group], act: str, inplace: bool, saved_by: Any,
-        residual: Tensor | None, *tensors: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.plans, ctx.act, ctx.inplace = True, plans, act, inplace
-        first, last = plans
-        ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
-        rows = x.reshape(-1, x.shape[-1])
-        # A single launch casts all factors that need it. gate's and up's B stay: the unit's kernel narrows them on
-        # load.
-        joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
-        t = first.thin_products(rows, joined)
-        # Only the frozen layers' results. Their adapter parts, just as wide, exist only in the next kernel's tiles.
-        g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
-        # A checkpoint recomputes up to here: h, its thin product and down's product are skipped. The backward pass then
-        # makes td.
-        if saved_by is not None:
-            save_tensors(ctx, saved_by, x, t, g, u, None, *tensors)
-        # Never saved: the backward kernel has g and u in registers, and recomputes from h the parts that gradients
-        # need.
-        h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
-        td = last.thin_products(h, own_ad)
-        if saved_by is None:
-            save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
-        if residual is None:
-            y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
-            return (y.view(*x.shape[:-1], y.shape[1]),)
-        # The frozen product stays separate, and the pass that adds the residual also adds the adapter's part. With the
-        # residual as the product's addend, the sum would be rounded twice at the residual's magnitude.
-        y = last.product(0, h, (wd,))
-        y = adapted_sum(residual.reshape(y.shape), y, td, own_bd, last.scales[0])
-        # The residual is the only input that no saved tensor leads to.
-        way = () if saved_by is not None else make_anchor(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
-        if way:
-            ctx.save_for_backward(*ctx.to_save, *way)
-        return (y.view(residual.shape), *way)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_lora_mlp_backward, ctx, *gradients)
+    ctx.set_materialize_grads(False)
+    ctx.plans, ctx.act, ctx.inplace = plans, act, inplace
+    first, last = plans
+    ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
+    rows = x.reshape(-1, x.shape[-1])
+    # A single launch casts all factors that need it. gate's and up's B stay: the unit's kernel narrows them on
+    # load.
+    joined, own_ad, own_bd = stack_factors(first.dtype, (ag, au), (ad,), (bd,))
+    t = first.thin_products(rows, joined)
+    g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
+    # A checkpoint recomputes up to here: h, its thin product and down's product are skipped. The backward pass then
+    # makes td.
+    if saved_by is not None:
+        save_tensors(ctx, saved_by, x, t, g, u, None, *tensors)
+    h = gated_lora_forward(g, u, _split_adapters(first, t, (bg, bu)), act)
+    td = last.thin_products(h, own_ad)
+    if saved_by is None:
+        save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
+    if residual is None:
+        y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
+        return (y.view(*x.shape[:-1], y.shape[1]),)
+    # The frozen product stays separate, and the pass that adds the residual also adds the adapter's part. With the
+    # residual as the product's addend, the sum would be rounded twice at the residual's magnitude.
+    y = last.product(0, h, (wd,))
+    y = adapted_sum(residual.reshape(y.shape), y, td, own_bd, last.scales[0])
+    # The residual is the only input that no saved tensor leads to.
+    anchor = () if saved_by is not None else add_anchor(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
+    return (y.view(residual.shape), *anchor)
 
 
-def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
-    # Views: the kernel takes t's row stride, and t stays one tensor for d[A…].
+def _split_adapters(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
     one, other = t.split_with_sizes(plan.ranks, 1)
     return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
 
 
-def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _lora_mlp_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     first, last = ctx.plans
     x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = load_tensors(ctx)[:15]
-    if dy is None:
-        return (None,) * 16
     # Arguments 1 to 4 are the plans and options; the frozen weights are skipped.
     need_x, need_residual, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (
         ctx.needs_input_grad[i] for i in (0, *range(5, 16))
     )
     rows = dy.reshape(-1, dy.shape[-1])
-    joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
-    # First: the kernel below needs the adapter's share of dh as factors, ud and A.
+    joined, own_ad, own_bd = stack_factors(first.dtype, (ag, au), (ad,), (bd,))
     ud = last.upstream([rows], (own_bd,))
     behind = None
     if last.masks is None:
@@ -188,12 +163,10 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         # Masks act on the columns of u A, so the part cannot be added as a plain outer product of tiles.
         dh = last.input_gradient([rows], ud, own_ad, (wd,))
     if ctx.inplace and not is_graph_retained():
-        # g and u are private to this Function: the kernel reads both tiles before overwriting them.
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
-    added = (*_added(first, t, (bg, bu)), behind)
-    # td is missing after a checkpoint: forward saved before h existed.
+    added = (*_split_adapters(first, t, (bg, bu)), behind)
     recomputes = need_bd and td is None
     # Up to a rank that fits in registers, the pass makes the adapters' products from loaded tiles, so that six thin
     # products need not read dgate, dup and h again.
@@ -201,25 +174,21 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # The kernel writes h over dh if down's adapter needs h and the kernel cannot compute that gradient, for example
     # because of masks.
     h = dh if (need_ad or recomputes) and (behind is None or not along) else None
-    # Request a and t only if h is not written: with h in memory, torch computes both products below.
     if along:
         found = gated_lora_gradients(
             dh, g, u, added, ctx.act, (dg, du), h, b=need_bg or need_bu, a=need_ad and h is None,
             t=recomputes and h is None,
         )  # fmt: skip
-        # gate's and up's u side by side, (M, rg + ru), in `upstream`'s layout.
         up_stream, td = found.u, td if found.t is None else found.t
         dad, dbg, dbu = (
             None if not need or d is None else d.to(like.dtype)
             for d, need, like in ((found.da, need_ad, ad), (found.db_gate, need_bg, bg), (found.db_up, need_bu, bu))
         )
     else:
-        # Beyond that rank, dg, du and h go to memory, and each thin product reads one tensor again.
         gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
-        up_stream = first.upstream((dg, du), stacked(first.dtype, (bg,), (bu,)))
+        up_stream = first.upstream((dg, du), stack_factors(first.dtype, (bg,), (bu,)))
         dbg, dbu = first.b_gradients((dg, du), t, (bg, bu), (need_bg, need_bu))
         dad = None
-    # h is stored over dh: the kernel reads each gradient tile before writing the product there.
     if h is not None:
         dad = last.a_gradients([rows], ud, h, (ad,), (need_ad,))[0]
         td = last.thin_products(h, own_ad) if recomputes else td
@@ -231,9 +200,8 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         dx = first.input_gradient((dg, du), up_stream, joined, (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
     dags = first.a_gradients((dg, du), up_stream, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
     dbias = rows.sum(0) if need_bias else None
-    # The residual's gradient is the upstream gradient itself: nothing here modifies the tensor.
     dresidual = dy if need_residual else None
-    return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias, None
+    return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias
 
 
-_lora_mlp = bind_apply(_LoraMLP)
+_lora_mlp = make_function(_lora_mlp_fwd, _lora_mlp_bwd)

@@ -25,15 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import (
-    autocast_device,
-    autocast_dtype,
-    load_tensors,
-    make_anchor,
-    run_once_differentiable,
-    save_tensors,
-)
-from tigon.ops.linear.adapter_products import Group, add_outer_product, outer_product, skinny_product, stacked
+from tigon.kernels import add_anchor, autocast_device, autocast_dtype, load_tensors, make_function, save_tensors
+from tigon.ops.linear.adapter_products import Group, add_outer_product, outer_product, skinny_product, stack_factors
 from tigon.ops.linear.adapters import adapter_reference
 from tigon.ops.linear.lora import LoRA, checked_layers, runs_by_hand
 from tigon.ops.lora_dropout import Masks, draw_masks
@@ -68,7 +61,6 @@ class Opaque:
     weight: Callable[[torch.dtype], Tensor] | None = None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        # `lora_linear` got a layer that only `opaque_lora_linear` supports.
         if self.weight is None:
             raise TypeError("lora_linear: a layer that multiplies by itself has no dense weight.")
         return self.weight(dtype)
@@ -82,7 +74,7 @@ class Opaque:
     def product(self, x: Tensor) -> Tensor:
         # Under autograd, or in our own Function that saves no input: bitsandbytes' Function keeps x in its context, out
         # of reach for checkpoints and offloading.
-        return self.layer(x) if self.weight is None else _Multiplied.apply(x, self)[0]
+        return self.layer(x) if self.weight is None else _multiply(x, self)[0]
 
 
 def opaque_lora_linear(
@@ -101,13 +93,11 @@ def opaque_lora_linear(
     """
     layers = tuple(layers)
     dtype, autocast = checked_layers("opaque_lora_linear", x, layers)
-    # checked_layers needs a weight's shape and device, which `Opaque` has too.
     bases: list[Opaque] = [layer.weight for layer in layers]  # type: ignore[misc]
     if not runs_by_hand(dtype, autocast, layers, x):
         masks = draw_masks([layer.dropout for layer in layers], x.device)
         return tuple(_reference(x, i, layers[i], base, masks) for i, base in enumerate(bases))
     saved_by = saved_by if torch.is_grad_enabled() else None
-    # The group draws this call's masks in the reference's order.
     group = Group(layers, dtype, wide=not autocast)
     # The adapters' dx is accumulated onto the layers' dx if x needs no cast; otherwise autograd adds them. The cast is
     # for the adapters only: the layers take x unchanged and cast as usual.
@@ -117,19 +107,17 @@ def opaque_lora_linear(
     # A single layer that keeps its input's gradient forbids in-place writes to the sum: autograd may pass that tensor
     # on.
     fresh = all(base.fresh for base in bases)
-    found = _ThinProducts.apply(narrow, group, passes, fresh, saved_by, *(layer.a for layer in layers))
-    # `make_anchor` may have appended an empty tensor after the tᵢ: hence zip without strict below.
+    found = _thin_products(narrow, group, passes, fresh, saved_by, *(layer.a for layer in layers))
+    # `add_anchor` may have appended an empty tensor after the tᵢ: hence zip without strict below.
     given, ts = (found[0], found[1:]) if passes else (x, found)
     # Rows for flat layers only: their results are then not views, so the adapter part may be added in place.
     rows = given.reshape(-1, given.shape[-1]) if any(base.flat for base in bases) else given
     # Saved before the layers run: a checkpoint recomputes up to the last saved tensor.
     early = [_Early(saved_by, t, layer.b) for t, layer in zip(ts, layers, strict=False)]
     results = []
-    # Sequential, so that a layer's temporaries, such as a dequantised weight, are freed before the next layer runs.
     for layer, base, t, scale, held in zip(layers, bases, ts, group.scales, early, strict=False):
         y = base.product(rows if base.flat else given)
         y = _sum(y, x, layer._replace(scale=scale), base, t, group, held)
-        # View after the sum: a Function cannot write in place to a view.
         results.append(y.view(*x.shape[:-1], y.shape[-1]) if base.flat else y)
     return tuple(results)
 
@@ -142,10 +130,10 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
         # Autograd forbids writes to a view made inside a Function. A leaf that requires a gradient is not the layer's
         # result, and in-place writes to a leaf are an error.
         over = base.fresh and y.is_contiguous() and not y._is_view() and not (y.is_leaf and y.requires_grad)
-        return _Added.apply(y, t, layer.b, layer.scale, group, early, over)[0]  # type: ignore[no-any-return]
-    low = _Added.apply(None, t, layer.b, layer.scale, group, early, False)[0]
+        return _add(y, t, layer.b, layer.scale, group, early, over)[0]  # type: ignore[no-any-return]
+    low = _add(None, t, layer.b, layer.scale, group, early, False)[0]
     total: Tensor = y + low.view(*y.shape[:-1], low.shape[1])
-    return _narrowed(total, y, base)
+    return _narrow(total, y, base)
 
 
 def _reference(x: Tensor, i: int, layer: LoRA, base: Opaque, masks: Masks | None) -> Tensor:
@@ -153,69 +141,52 @@ def _reference(x: Tensor, i: int, layer: LoRA, base: Opaque, masks: Masks | None
     y = base.product(x)
     device = x.device.type
     cast = autocast_dtype(device) if x.dtype != torch.float64 else None
-    # autocast's dtype, else the widest among x's and the adapter's.
     dtype = cast or torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
-    # The layer ran under autocast above; the adapter's operands are cast explicitly, and the sum must stay uncast.
     with torch.autocast(autocast_device(device), enabled=False):
         total = y + adapter_reference(x, i, layer, masks, dtype)
-    return _narrowed(total, y, base)
+    return _narrow(total, y, base)
 
 
-def _narrowed(total: Tensor, y: Tensor, base: Opaque) -> Tensor:
+def _narrow(total: Tensor, y: Tensor, base: Opaque) -> Tensor:
     return total.to(y.dtype) if base.narrows else total
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-class _ThinProducts(torch.autograd.Function):
+def _thin_products_fwd(
+    ctx: Any, x: Tensor, group: Group, passes: bool, fresh: bool, saved_by: Any, *a: Tensor
+) -> tuple[Tensor, ...]:
     """x, …, A… → x, if passes, and tᵢ = x Aᵢᵀ (M, r)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, passes: bool, fresh: bool, saved_by: Any, *a: Tensor
-    ) -> tuple[Tensor, ...]:
-        # An unused result's gradient stays None, and the products are skipped.
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.group, ctx.passes, ctx.fresh, ctx.shape = True, group, passes, fresh, x.shape
-        t = group.thin_products(x.reshape(-1, x.shape[-1]), stacked(group.thin, a)[0])
-        # Skip x, group, passes, fresh, saved_by. Only A's gradients need x.
-        needed = any(ctx.needs_input_grad[5:])
-        save_tensors(ctx, saved_by, x if needed else None, *a)
-        # Double backward must find a path to x even if x is not saved.
-        way: tuple[Tensor, ...] = ()
-        if saved_by is None and not needed:
-            way = make_anchor(ctx, (x,), (0,))
-            if way:
-                ctx.save_for_backward(*ctx.to_save, *way)
-        # x is returned unchanged: this node becomes its origin in autograd, and receives the layers' summed gradients.
-        return (*((x,) if passes else ()), *t.split(group.ranks, 1), *way)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_thin_products_backward, ctx, *gradients)
+    ctx.set_materialize_grads(False)
+    ctx.group, ctx.passes, ctx.fresh, ctx.shape = group, passes, fresh, x.shape
+    t = group.thin_products(x.reshape(-1, x.shape[-1]), stack_factors(group.thin, a)[0])
+    needed = any(ctx.needs_input_grad[5:])
+    save_tensors(ctx, saved_by, x if needed else None, *a)
+    # Double backward must find a path to x even if x is not saved.
+    anchor = add_anchor(ctx, (x,), (0,)) if saved_by is None and not needed else ()
+    # x is returned unchanged: this node becomes its origin in autograd, and receives the layers' summed gradients.
+    return (*((x,) if passes else ()), *t.split(group.ranks, 1), *anchor)
 
 
-def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+def _thin_products_bwd(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     group: Group = ctx.group
     n = group.count
-    # dx: the layers' gradient of x, summed by autograd. us: the uᵢ from `_Added`, (M, rᵢ) each.
+    # dx: the layers' gradient of x, summed by autograd. us: the uᵢ from `_add`, (M, rᵢ) each.
     dx, us = (given[0], given[1 : 1 + n]) if ctx.passes else (None, given[:n])
     x, *a = load_tensors(ctx)[: 1 + n]
     present = [i for i, u in enumerate(us) if u is not None]
     needs = ctx.needs_input_grad[5 : 5 + n]
-    da: list[Tensor | None] = [None] * n
     if not present:
-        return dx, None, None, None, None, *da
+        return (dx,)
+    da: list[Tensor | None] = [None] * n
     found = [u for u in us if u is not None]
-    # The uᵢ come from different nodes, so they are concatenated: r columns each, little compared with dx.
     u = found[0] if len(found) == 1 else torch.cat(found, 1)
     if ctx.needs_input_grad[0]:
-        (own,) = stacked(group.thin, [a[i] for i in present])
+        (own,) = stack_factors(group.thin, [a[i] for i in present])
         # Contiguous, so that `rows` is a view of dx. Without requires_grad, because a write would corrupt dx's graph.
         over = dx is not None and ctx.fresh and dx.is_contiguous() and not dx.requires_grad
         rows = None if dx is None else dx.reshape(-1, dx.shape[-1])
-        # The masked-product kernel has no accumulating epilogue, so the sum takes a separate pass.
         if group.masks is not None:
             low = group.dropped_outer(u, own, present)
             dx = low if rows is None else rows.add_(low) if over else low.add_(rows)
@@ -227,33 +198,20 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     return dx, None, None, None, None, *da
 
 
-class _Multiplied(torch.autograd.Function):
+def _multiply_fwd(ctx: Any, x: Tensor, base: Opaque) -> tuple[Tensor, ...]:
     """x, the layer → the layer's result. Backward multiplies by the dense weight; x is not saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, base: Opaque) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.base, ctx.dtype = True, base, x.dtype
-        # Inside a Function's forward autograd records nothing: the layer's own node is never made.
-        y = base.layer(x)
-        way = make_anchor(ctx, (x,), (0,))
-        ctx.save_for_backward(*way)
-        return (y, *way)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_multiplied_backward, ctx, *gradients)
+    ctx.set_materialize_grads(False)
+    ctx.base, ctx.dtype = base, x.dtype
+    y = base.layer(x)
+    return (y, *add_anchor(ctx, (x,), (0,)))
 
 
-def _multiplied_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if dy is None or not ctx.needs_input_grad[0]:
-        return None, None
-    # The dense weight lives only for this product. The steps match the layer's own backward pass.
-    return torch.matmul(dy.to(ctx.dtype), ctx.base.dense(ctx.dtype)), None
+def _multiply_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return (torch.matmul(dy.to(ctx.dtype), ctx.base.dense(ctx.dtype)),) if ctx.needs_input_grad[0] else ()
 
 
 class _Early:
-    """`_Added`'s saved tensors, saved before the layer runs if a checkpoint gave hooks."""
+    """`_add`'s saved tensors, saved before the layer runs if a checkpoint gave hooks."""
 
     def __init__(self, saved_by: tuple[Any, Any] | None, t: Tensor, b: Tensor) -> None:
         self.held: Any = None
@@ -263,45 +221,33 @@ class _Early:
             save_tensors(self.held, saved_by, t.detach(), b.detach())
 
 
-class _Added(torch.autograd.Function):
+def _add_fwd(
+    ctx: Any, y: Tensor | None, t: Tensor, b: Tensor, scale: float, group: Group, early: _Early, over: bool
+) -> tuple[Tensor, ...]:
     """y (…, N) or None, t (M, r), B → y + scale · t Bᵀ, in place if `over`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor | None, t: Tensor, b: Tensor, scale: float, group: Group, early: _Early, over: bool
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.group, ctx.scale, ctx.held = True, group, float(scale), early.held
-        if early.held is None:
-            save_tensors(ctx, None, t, b)
-        factors = t, b.to(group.thin).t()
-        if y is None:
-            return (outer_product(*factors, group.dtype, ctx.scale),)
-        total = add_outer_product(y.reshape(-1, y.shape[-1]), *factors, ctx.scale, over).view(y.shape)
-        if over:
-            # Autograd then raises if another node has saved y; the result is y itself, not a copy.
-            ctx.mark_dirty(y)
-            total = y
-        # y is not saved: the sum's gradient needs neither term.
-        way = make_anchor(ctx, (y,), (0,)) if early.held is None else ()
-        if way:
-            ctx.save_for_backward(*ctx.to_save, *way)
-        return (total, *way)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_added_backward, ctx, *gradients)
+    ctx.set_materialize_grads(False)
+    ctx.group, ctx.scale, ctx.held = group, float(scale), early.held
+    if early.held is None:
+        save_tensors(ctx, None, t, b)
+    factors = t, b.to(group.thin).t()
+    if y is None:
+        return (outer_product(*factors, group.dtype, ctx.scale),)
+    total = add_outer_product(y.reshape(-1, y.shape[-1]), *factors, ctx.scale, over).view(y.shape)
+    if over:
+        ctx.mark_dirty(y)
+        total = y
+    return (total, *(add_anchor(ctx, (y,), (0,)) if early.held is None else ()))
 
 
-def _added_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if dy is None:
-        return (None,) * 7
+def _add_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     thin, scale = ctx.group.thin, ctx.scale
     t, b = load_tensors(ctx if ctx.held is None else ctx.held)[:2]
     rows = dy.reshape(-1, dy.shape[-1])
     need_y, need_t, need_b = ctx.needs_input_grad[:3]
-    # Two skinny products over dy that cannot be merged: u multiplies dy's rows, dB its columns.
     u = skinny_product(rows, b.to(thin), thin, scale) if need_t else None
     db = skinny_product(rows.t(), t, b.dtype, scale) if need_b else None
-    # dy passes through the sum without a copy: the layer's backward pass reads the upstream gradient itself.
-    return dy if need_y else None, u, db, None, None, None, None
+    return dy if need_y else None, u, db
+
+
+_thin_products = make_function(_thin_products_fwd, _thin_products_bwd)
+_multiply, _add = make_function(_multiply_fwd, _multiply_bwd), make_function(_add_fwd, _add_bwd)

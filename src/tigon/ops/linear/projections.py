@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import bind_apply, make_anchor, run_once_differentiable
+from tigon.kernels import add_anchor, make_function
 
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -45,35 +45,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None or not y._is_view() else torch.ops.aten._unsafe_view(y, y.shape)
 
 
-class Projections(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *tensors: Any) -> tuple[Tensor, ...]:
-        # An unused result's gradient stays None, and the products are skipped.
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.count = True, count
-        weights, biases = tensors[:count], tensors[count:]
-        # Only the weights' gradients need x: with all weights frozen, x is not saved.
-        own_x = ctx.own_x = True in ctx.needs_input_grad[2 : 2 + count]
-        saved = (x, *weights) if own_x else weights
-        ctx.save_for_backward(*saved)
-        # Unsaved inputs: the biases, and x unless saved; see make_anchor.
-        unsaved = [] if own_x else [0]
-        if biases != (None,) * count:
-            unsaved += [2 + count + i for i, bias in enumerate(biases) if bias is not None]
-        way = make_anchor(ctx, (x, count, *tensors), tuple(unsaved)) if unsaved else ()
-        if way:
-            ctx.save_for_backward(*saved, *way)
-        ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        needs = ctx.needs_input_grad
-        if not needs[0]:
-            # A frozen layer on an input without a gradient: attention must not compute a gradient for the result.
-            dead = [y for i, y in enumerate(ys) if not (needs[2 + i] or needs[2 + count + i])]
-            ctx.mark_non_differentiable(*dead)
-        return (*ys, *way)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        return run_once_differentiable(_backward, ctx, *dys)
+def _projections_fwd(ctx: Any, x: Tensor, count: int, *tensors: Any) -> tuple[Tensor, ...]:
+    # An unused result's gradient stays None, and the products are skipped.
+    ctx.set_materialize_grads(False)
+    ctx.count, weights, biases = count, tensors[:count], tensors[count:]
+    # Only the weights' gradients need x: with all weights frozen, x is not saved.
+    own_x = ctx.own_x = True in ctx.needs_input_grad[2 : 2 + count]
+    ctx.save_for_backward(*((x, *weights) if own_x else weights))
+    unsaved = [] if own_x else [0]
+    if biases != (None,) * count:
+        unsaved += [2 + count + i for i, bias in enumerate(biases) if bias is not None]
+    anchor = add_anchor(ctx, (x, count, *tensors), tuple(unsaved)) if unsaved else ()
+    ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    needs = ctx.needs_input_grad
+    if not needs[0]:
+        # A frozen layer on an input without a gradient: attention must not compute a gradient for the result.
+        dead = [y for i, y in enumerate(ys) if not (needs[2 + i] or needs[2 + count + i])]
+        ctx.mark_non_differentiable(*dead)
+    return (*ys, *anchor)
 
 
 def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
@@ -86,19 +75,16 @@ def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         given_here = given[i]
         if given_here is None:
             continue
-        # A view if dy's rows are evenly strided, else a copy that the three products share.
         dy = given_here.reshape(-1, given_here.shape[-1])
         if needs[0]:
-            # The product's fp32 sum is added to dx in the epilogue, then rounded.
             dx = torch.mm(dy, weights[i]) if dx is None else dx.addmm_(dy, weights[i])
         if needs[2 + i]:
             gradients[i] = torch.mm(dy.t(), rows)
         if needs[2 + count + i]:
             gradients[count + i] = dy.sum(0)
     if dx is not None:
-        # The shape comes from a gradient: x may not have been saved.
         dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
     return dx, None, *gradients
 
 
-_projections = bind_apply(Projections)
+_projections = make_function(_projections_fwd, _backward)

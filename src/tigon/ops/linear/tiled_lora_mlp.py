@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import run_once_differentiable, use_triton
+from tigon.kernels import make_function, use_triton
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward
 from tigon.ops.linear.adapter_products import Group
@@ -42,7 +42,6 @@ def tiled_lora_mlp(
     dtype, autocast = checked_layers("lora_mlp", x, (gate, up))
     checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
-    # None instead of the reference: the caller has a fallback for layers that cannot be tiled.
     if not use_triton(x, *tensors) or not runs_by_hand(dtype, autocast, layers, x):
         return None
     if any(multiplier(layer.weight) is not None for layer in layers):
@@ -51,14 +50,12 @@ def tiled_lora_mlp(
     # Each group draws its masks once, here. A tile derives its part from the index of its first row, forward and
     # backward.
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
-    # Fixed in the forward pass, so that the backward pass does not depend on the environment.
     budget = chunk_budget(x.device, tile_bytes)
     own = *plans[0].tensors((gate, up)), *plans[1].tensors((down,))
-    return _TiledLoraMLP.apply(x, *plans, act, budget, *own)  # type: ignore[no-any-return]
+    return _tiled_lora_mlp(x, *plans, act, budget, *own)  # type: ignore[no-any-return]
 
 
 def _tiles(rows: Tensor, width: int, budget: int) -> list[slice]:
-    # HELD tensors with the middle width are alive at once in the backward pass, where most memory is used.
     step = chunk_rows(rows.shape[0], HELD * width * rows.element_size(), budget)
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
 
@@ -68,7 +65,6 @@ class _Sums:
 
     def __init__(self, like: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
         self.like, self.needs = like, list(needs)
-        # Placeholders for the parameters, so that a tile's gradients come in fp32.
         self.wide = [torch.empty(0, dtype=torch.float32) for _ in like]
         self.totals: list[Tensor | None] = [None] * len(like)
 
@@ -80,44 +76,33 @@ class _Sums:
 
     def results(self) -> list[Tensor | None]:
         return [
-            # x has no tokens: the gradient is 0, not None.
             None if not need or p is None else torch.zeros_like(p) if total is None else total.to(p.dtype)
             for p, need, total in zip(self.like, self.needs, self.totals, strict=True)
         ]
 
 
-class _TiledLoraMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Group, last: Group, act: str, budget: int, *tensors: Any) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.first, ctx.last, ctx.act, ctx.budget = first, last, act, budget
-        # Only x and parameters. gate, up and the product are 3.5 times as wide as x each in Llama.
-        ctx.save_for_backward(x, *tensors)
-        a, b, biases, weights = first.split(tensors[:8])
-        ad, bd, bias, wd = last.split(tensors[8:])
-        rows = x.reshape(-1, x.shape[-1])
-        # Dense for the whole pass: dequantising a 4-bit weight per tile would cost a pass over the weight each time.
-        weights, wd = [first.weight(i, weights) for i in (0, 1)], [last.weight(0, wd)]
-        y = rows.new_empty(rows.shape[0], bd[0].shape[0])
-        (joined, b), (joined_d, bd) = first.factors(a, b), last.factors(ad, bd)
-        for tile in _tiles(rows, b[0].shape[0], budget):
-            here = rows[tile]
-            gate, up = first.results(here, first.thin_products(here, joined, tile.start), b, biases, weights)
-            product = _gated_fwd(gate, up, act, 1.0, 1.0)
-            # The tile's y is copied into place: a pass over H' numbers per token is small next to the products over N.
-            y[tile] = last.results(product, last.thin_products(product, joined_d, tile.start), bd, bias, wd)[0]
-        return y.view(*x.shape[:-1], y.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return run_once_differentiable(_backward, ctx, *gradients)
+def _tiled_lora_mlp_fwd(ctx: Any, x: Tensor, first: Group, last: Group, act: str, budget: int, *tensors: Any) -> Tensor:
+    ctx.set_materialize_grads(False)
+    ctx.first, ctx.last, ctx.act, ctx.budget = first, last, act, budget
+    # Only x and parameters. gate, up and the product are 3.5 times as wide as x each in Llama.
+    ctx.save_for_backward(x, *tensors)
+    a, b, biases, weights = first.split(tensors[:8])
+    ad, bd, bias, wd = last.split(tensors[8:])
+    rows = x.reshape(-1, x.shape[-1])
+    weights, wd = [first.weight(i, weights) for i in (0, 1)], [last.weight(0, wd)]
+    y = rows.new_empty(rows.shape[0], bd[0].shape[0])
+    (joined, b), (joined_d, bd) = first.factors(a, b), last.factors(ad, bd)
+    for tile in _tiles(rows, b[0].shape[0], budget):
+        here = rows[tile]
+        gate, up = first.results(here, first.thin_products(here, joined, tile.start), b, biases, weights)
+        product = _gated_fwd(gate, up, act, 1.0, 1.0)
+        y[tile] = last.results(product, last.thin_products(product, joined_d, tile.start), bd, bias, wd)[0]
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+def _tiled_lora_mlp_bwd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     first, last = ctx.first, ctx.last
     x, *tensors = ctx.saved_tensors
-    if dy is None:
-        return (None,) * 17
     a, b, biases, weights = first.split(tensors[:8])
     ad, bd, _, wd = last.split(tensors[8:])
     need_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
@@ -128,26 +113,20 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     sums = [_Sums(*p) for p in ((a, need_a), (b, need_b), (biases, need_biases), (ad, need_ad), (bd, need_bd))]
     sum_a, sum_b, sum_biases, sum_ad, sum_bd = sums
     dx = torch.empty_like(rows) if need_x else None
-    # Whether anything before the middle product needs a gradient; if not, down's adapter needs only the product.
     above = need_x or any((*need_a, *need_b, *need_biases))
     (joined, thin), (joined_d, thin_d) = first.factors(a, b), last.factors(ad, bd)
     for tile in _tiles(rows, b[0].shape[0], ctx.budget):
         here, over, at = rows[tile], [dys[tile]], tile.start
-        # Recompute gate and up with the forward pass's products in the same order: bitwise equal.
         t = first.thin_products(here, joined, at)
         gate, up = first.results(here, t, thin, biases, weights)
         u = last.upstream(over, thin_d)
         product = last.input_gradient(over, u, joined_d, wd, at) if above else _gated_fwd(gate, up, ctx.act, 1.0, 1.0)
         if above:
-            # The kernel reads gate, up and the product's gradient, and overwrites them with their gradients and the
-            # product.
             gated_backward(product, gate, up, ctx.act, 1.0, 1.0, gate, up, product)
-        # `product` now holds the product itself in both cases: the kernel has overwritten the gradient.
         sum_ad.add(last.a_gradients(over, u, product, sum_ad.wide, need_ad, at))
         sum_bd.add(last.b_gradients(over, last.thin_products(product, joined_d, at), sum_bd.wide, need_bd))
         if not above:
             continue
-        # The kernel has written dgate over gate, and dup over up.
         grads = [gate, up]
         u = first.upstream(grads, thin)
         if dx is not None:
@@ -158,5 +137,8 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         sum_biases.add([g.sum(0, dtype=torch.float32) if n else None for g, n in zip(grads, need_biases, strict=True)])
     dbias = dys.sum(0) if need_bias[0] else None
     found = [*sum_a.results(), *sum_b.results(), *sum_biases.results(), None, None]
-    found += [*sum_ad.results(), *sum_bd.results(), dbias, None]
+    found += [*sum_ad.results(), *sum_bd.results(), dbias]
     return None if dx is None else dx.view(x.shape), None, None, None, None, *found
+
+
+_tiled_lora_mlp = make_function(_tiled_lora_mlp_fwd, _tiled_lora_mlp_bwd)

@@ -44,7 +44,6 @@ def places(
     several chunks; where beneficial, the two tensors are a `Late`.
     """
     (V, H), acc = weight.shape, torch.promote_types(compute, torch.float32)
-    # An empty tensor means "no second part": an operator's schema returns tensors, never None.
     none = weight.new_empty(0, dtype=acc)
     if not need:
         return weight.new_empty(0, dtype=compute), none
@@ -52,7 +51,6 @@ def places(
     if weight.dtype == compute == torch.float16 and 0 < rows <= 2 * H:
         return empty_logits(rows, V, weight, compute), weight.new_empty(rows, H)
     front = _front_rows(V)
-    # Two narrow numbers must fit in a wide number's memory: bf16 and fp32, not fp64 or master weights.
     halved = wide and weight.dtype == compute and 2 * compute.itemsize == acc.itemsize
     # A result smaller than a chunk of logits fits in the memory that the logits free, so a second tensor does not raise
     # the peak.
@@ -67,7 +65,6 @@ def _front_rows(V: int) -> int:
 
 def late(dw: Tensor, more: Tensor) -> Late | None:
     """Interpret tensors from `places` as a deferred product's factors, if they are; else None."""
-    # Only then do both share a dtype: next to a narrow dW the second tensor is wide.
     return Late(dw, more) if more.numel() and more.dtype == dw.dtype else None
 
 
@@ -136,7 +133,6 @@ def narrow_sum(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: boo
     while start < blocks:
         _narrow(front, out, factor, start, min(stop, blocks))
         start, stop = stop, 2 * stop
-    # `rest` has separate memory, and all of `front` has been read: one launch, any order.
     _narrow(rest, out[front.shape[0] :], factor, 0, cdiv(rest.numel(), BLOCK))
     return out
 
@@ -146,7 +142,6 @@ def narrow_sum(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: boo
 @jit
 @do_not_specialize("start")
 def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
-    # int64 before the product: V · H exceeds 2³¹ elements for a large head.
     at = (start + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < N, other=0.0)
     if factor_ptr is not None:
@@ -159,6 +154,5 @@ def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
 def _narrow(x: Tensor, y: Tensor, factor: Tensor | None, start: int, stop: int) -> None:
     """Narrow blocks start to stop of x into the same blocks of y."""
     key = (start, stop, x.numel(), y.dtype, None if factor is None else factor.dtype)
-    # `start` is in the key and in the plan: each pass is a separate launch, and launches are few, since passes double.
     plan = stop - start, (start, x.numel(), BLOCK), {"num_warps": 8}
     launch(_narrow_kernel, key, (x, y, factor), lambda: plan)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import autocast_device, autocast_dtype, check_tensors, use_triton
-from tigon.ops.prefix_attention.launches import _prefix_attention, tables_of
+from tigon.ops.prefix_attention.launches import _prefix_attention, choose_tables
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
 
@@ -85,7 +85,7 @@ def _attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     short = layout.short(q.shape[1] // k.shape[1])
-    tables = tables_of(layout, q, k, across == "suffixes", softcap is not None, keep)
+    tables = choose_tables(layout, q, k, across == "suffixes", softcap is not None, keep)
     options = layout.prefix_rows, layout.singles, across == "suffixes", short, scale, softcap, window
     return _prefix_attention(q, k, v, layout._first, layout._stop, *tables, *options)
 

@@ -7,7 +7,7 @@ contributions form a single sum, in a fixed order, rounded once.
 from __future__ import annotations
 
 from tigon.kernels import do_not_specialize, jit, tl
-from tigon.ops.prefix_attention.queries import block_of, scores_of
+from tigon.ops.prefix_attention.queries import load_block, scale_scores
 
 
 @jit
@@ -16,7 +16,7 @@ def _step(
     DK: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process a block of queries, transposed: keys are the tile's rows."""
-    z, slope = scores_of(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
+    z, slope = scale_scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
     # Rows outside the block have log-sum-exp inf, hence probability 0.
     p = tl.exp2(z - lse[None, :])
     if MASK:
@@ -42,8 +42,8 @@ def _queries_at(
     if BLOCK_M % N != 0:
         live = live & (rows < BLOCK_M // N * N)
     far = tl.cast(t, tl.int64)
-    q = block_of(q_ptr + far * stride_qt, rows // N * stride_qt + rows % N * stride_qh, live, D, BLOCK_D, True)
-    do = block_of(do_ptr + far * stride_dt, rows // N * stride_dt + rows % N * stride_dh, live, D, BLOCK_D, True)
+    q = load_block(q_ptr + far * stride_qt, rows // N * stride_qt + rows % N * stride_qh, live, D, BLOCK_D, True)
+    do = load_block(do_ptr + far * stride_dt, rows // N * stride_dt + rows % N * stride_dh, live, D, BLOCK_D, True)
     lse = tl.load(lse_ptr + far * N + rows, mask=live, other=float("inf"))
     delta = tl.load(delta_ptr + far * N + rows, mask=live, other=0.0)
     return q, do, lse, delta
@@ -76,8 +76,8 @@ def _keys_kernel(
     key = start + tl.arange(0, BLOCK_N)
     live = key < stop
     row = key.to(tl.int64)
-    k = block_of(k_ptr + g.to(tl.int64) * stride_kg, row * stride_kt, live, D, BLOCK_D, True)
-    v = block_of(v_ptr + g.to(tl.int64) * stride_vg, row * stride_vt, live, D, BLOCK_D, True)
+    k = load_block(k_ptr + g.to(tl.int64) * stride_kg, row * stride_kt, live, D, BLOCK_D, True)
+    v = load_block(v_ptr + g.to(tl.int64) * stride_vg, row * stride_vt, live, D, BLOCK_D, True)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     q_ptr += (g * N).to(tl.int64) * stride_qh
@@ -120,10 +120,8 @@ def _keys_kernel(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
                 N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            # Equals t + rows // N >= key, without a register per column.
             keep = rows[None, :] >= (tl.where(i < rest, key - t, 0) * N)[:, None]
             if window is not None:
-                # Positions count from the start of the key's sequence, which a suffix continues.
                 theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
                 position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
                 keep = keep & (position[None, :] - (key - own0)[:, None] < window)
@@ -160,18 +158,18 @@ def _single_keys_kernel(
     live = row < stop
     length = tl.load(stop_ptr + row, mask=live, other=0) - tl.load(first_ptr + row, mask=live, other=0)
     live = length == 1
-    k = block_of(k_ptr + g.to(tl.int64) * stride_kg, row * stride_kt, live, D, BLOCK_D, True).to(tl.float32)
-    v = block_of(v_ptr + g.to(tl.int64) * stride_vg, row * stride_vt, live, D, BLOCK_D, True).to(tl.float32)
+    k = load_block(k_ptr + g.to(tl.int64) * stride_kg, row * stride_kt, live, D, BLOCK_D, True).to(tl.float32)
+    v = load_block(v_ptr + g.to(tl.int64) * stride_vg, row * stride_vt, live, D, BLOCK_D, True).to(tl.float32)
     dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for n in range(N):
         head = g * N + n
-        q = block_of(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True).to(tl.float32)
-        do = block_of(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True).to(tl.float32)
+        q = load_block(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True).to(tl.float32)
+        do = load_block(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True).to(tl.float32)
         statistics = (tl.cast(g, tl.int64) * stop + row) * N + n
         lse = tl.load(lse_ptr + statistics, mask=live, other=0.0)
         delta = tl.load(delta_ptr + statistics, mask=live, other=0.0)
-        z, slope = scores_of(tl.sum(q * k, 1), scale, softcap)
+        z, slope = scale_scores(tl.sum(q * k, 1), scale, softcap)
         p = tl.exp2(z - lse)
         ds = p * (tl.sum(do * v, 1) - delta)
         if softcap is not None:

@@ -57,11 +57,10 @@ TILES_CAPPED = {
 }
 # For fp32: three tensor-core products per product and twice the registers; at 128 some spill.
 TILES_FP32 = {64: Tile(16, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)}
-# Tokens per tile in `_single_keys_kernel`, and rows per tile in `_delta_kernel`.
 SINGLE_TOKENS, DELTA_ROWS = 16, 32
 
 
-def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool, short: bool = False) -> Tile:
+def choose_tile(kind: str, q: Tensor, k: Tensor, capped: bool, short: bool = False) -> Tile:
     """Return the tile for a kernel: "forward", or the gradients of "queries" or "keys".
 
     The key block may depend only on heads, dtype, device and options, never on the layout: sums are taken block by
@@ -91,22 +90,22 @@ def _precision(q: Tensor) -> str:
     return "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
 
 
-def tables_of(
+def choose_tables(
     layout: PrefixLayout, q: Tensor, k: Tensor, across: bool, capped: bool, keep: bool
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the tile tables for the forward pass, and with `keep` for the backward pass."""
     N = q.shape[1] // k.shape[1]
     short = layout.short(N)
 
-    def queries_of(kind: str) -> tuple[Tensor, Tensor]:
-        prefix, suffix = (tile_of(kind, q, k, capped, few).rows // N for few in (False, short))
+    def cut_queries(kind: str) -> tuple[Tensor, Tensor]:
+        prefix, suffix = (choose_tile(kind, q, k, capped, few).rows // N for few in (False, short))
         return layout.tiles("prefix queries", prefix), layout.tiles("suffix queries", suffix)
 
-    forward = queries_of("forward")
+    forward = cut_queries("forward")
     if not keep:
         return *forward, None, None, None, None
-    queries = queries_of("queries")
-    keys = tile_of("keys", q, k, capped, short).keys
+    queries = cut_queries("queries")
+    keys = choose_tile("keys", q, k, capped, short).keys
     own = "suffix keys across" if across else "suffix keys"
     return *forward, *queries, layout.tiles("prefix keys", keys), layout.tiles(own, keys)
 
@@ -137,7 +136,7 @@ def _launch_queries(
         return
 
     def plan() -> Plan:
-        tile, G = tile_of(kind, q, k, scores[1] is not None, short), k.shape[1]
+        tile, G = choose_tile(kind, q, k, scores[1] is not None, short), k.shape[1]
         upstream = (0, 0) if do is None else do.stride()[:2]
         arguments = (
             q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *upstream, *scores, G,
@@ -149,63 +148,49 @@ def _launch_queries(
     launch(_attend_kernel, (kind, singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dq)), tensors, plan)
 
 
-def _prefix_attention_fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
-    prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
-    suffix_keys: Tensor | None, start: int, singles: int, across: bool, short: bool, scale: float,
-    softcap: float | None, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+_OPTIONS = "SymInt start, int singles, bool across, bool short, float scale, float? softcap, int? window"
+
+
+def _prefix_attention_fwd_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), _statistics(q, k)
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor prefixes, Tensor suffixes, "
-    "Tensor? prefix_queries, Tensor? suffix_queries, Tensor? prefix_keys, Tensor? suffix_keys, SymInt start, "
-    "int singles, bool across, bool short, float scale, float? softcap, int? window) -> (Tensor, Tensor)",
     _prefix_attention_fwd_fake,
+    rest="Tensor? prefix_queries, Tensor? suffix_queries, Tensor? prefix_keys, Tensor? suffix_keys, " + _OPTIONS,
 )
 def _prefix_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
-    prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
-    suffix_keys: Tensor | None, start: int, singles: int, across: bool, short: bool, scale: float,
-    softcap: float | None, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    singles, across, short, *scores = others[5:]
     q, k, v = _unit_strides(q, k, v)
     o, lse = q.new_empty(q.shape), _statistics(q, k)
-    scores = scale, softcap, window
-    _launch_queries("forward", (q, k, v, o, lse, None, None, None, prefixes, first, stop), 0, False, False, scores)
-    _launch_queries(
-        "forward", (q, k, v, o, lse, None, None, None, suffixes, first, stop), singles, across, short, scores
-    )
+    given = q, k, v, o, lse, None, None, None
+    _launch_queries("forward", (*given, prefixes, first, stop), 0, False, False, tuple(scores))
+    _launch_queries("forward", (*given, suffixes, first, stop), singles, across, short, tuple(scores))
     return o, lse
 
 
 def _prefix_attention_bwd_fake(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
-    prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
-    singles: int, across: bool, short: bool, scale: float, softcap: float | None, window: int | None,
-    wants: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor, wants: list[bool], q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), wants, strict=True))
     return dq, dk, dv
 
 
 @launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor first, Tensor stop, Tensor prefix_queries, "
-    "Tensor suffix_queries, Tensor prefix_keys, Tensor suffix_keys, SymInt start, int singles, bool across, "
-    "bool short, float scale, float? softcap, int? window, bool[] wants) -> (Tensor, Tensor, Tensor)",
     _prefix_attention_bwd_fake,
+    rest="Tensor prefix_queries, Tensor suffix_queries, Tensor prefix_keys, Tensor suffix_keys, " + _OPTIONS,
 )
 def _prefix_attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
-    prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
-    singles: int, across: bool, short: bool, scale: float, softcap: float | None, window: int | None,
-    wants: list[bool],
+    do: Tensor, wants: list[bool], q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor,
+    stop: Tensor, *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """start: the first suffix row. wants: for dq, dk and dv; unwanted gradients are empty."""
+    prefix_queries, suffix_queries, prefix_keys, suffix_keys, start, singles, across, short, *scores_ = others
     do, q, k, v = _unit_strides(do, q, k, v)
-    scores = scale, softcap, window
-    dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), wants, strict=True))
+    scores = tuple(scores_)
+    dq, dk, dv = _prefix_attention_bwd_fake(do, wants, q, k, v)
     delta = lse.new_empty(lse.shape)
     if wants[0]:
         given = q, k, v, o, lse, do, delta, dq
@@ -238,7 +223,7 @@ def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: bo
         return
 
     def plan() -> Plan:
-        tile, G = tile_of("keys", q, k, scores[1] is not None, short), k.shape[1]
+        tile, G = choose_tile("keys", q, k, scores[1] is not None, short), k.shape[1]
         arguments = (
             q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores, G,
             q.shape[1] // G, q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
@@ -279,11 +264,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if do is None:
-        return (None,) * 18
     wants = list(ctx.needs_input_grad[:3])
-    gradients = _prefix_attention_bwd(do, *ctx.saved_tensors, *ctx.options, wants)
-    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *(None,) * 15
+    gradients = _prefix_attention_bwd(do, wants, *ctx.saved_tensors, *ctx.options)
+    return tuple(g if wanted else None for g, wanted in zip(gradients, wants, strict=True))
 
 
 _prefix_attention = differentiable(_prefix_attention_fwd, _setup_context, _backward)

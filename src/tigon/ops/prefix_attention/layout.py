@@ -56,7 +56,6 @@ class PrefixLayout:
             raise ValueError(
                 f"PrefixLayout: suffix_lengths must hold a list for each of the {self.requests} prefixes, got {count}."
             )
-        # Compute on the host, regardless of torch's default device, and copy to the device once.
         prefix = _tensor(self.prefix_lengths)
         many = _tensor([len(s) for s in self.suffix_lengths])
         suffix = _tensor([n for s in self.suffix_lengths for n in s])
@@ -70,7 +69,6 @@ class PrefixLayout:
         by_request = _offsets(many)
         of_suffix = _owners(by_request[:-1], self.suffixes)
         cu_prefix, cu_suffix = _offsets(prefix), _offsets(suffix)
-        # Start of each request's suffixes, in suffix rows.
         cu_request = cu_suffix.index_select(0, by_request)
         lengths = torch.cat((prefix, suffix))
         starts = torch.cat((cu_prefix[:-1], cu_suffix[:-1] + self.prefix_rows))
@@ -91,10 +89,9 @@ class PrefixLayout:
         device = torch.get_default_device() if device is None else torch.device(device)
         parts = [t.int() for t in (cu_prefix, cu_suffix, of_suffix, first, stop, position, of_row)]
         parts += [t.flatten() for t in self._host.values()]
-        # Align each part to 16 bytes, as the kernel launches expect.
         ends = [-(-t.numel() // 4) * 4 for t in parts]
         padded = [torch.nn.functional.pad(t, (0, n - t.numel())) for t, n in zip(parts, ends, strict=True)]
-        copied = _copied(torch.cat(padded), device).split(ends)
+        copied = _copy(torch.cat(padded), device).split(ends)
         moved: list[Tensor] = [t[: part.numel()] for t, part in zip(copied, parts, strict=True)]
         self.device = moved[0].device
         self.cu_prefix, self.cu_suffix, self._of_suffix = moved[:3]
@@ -109,13 +106,12 @@ class PrefixLayout:
         kind: an entry of `SEQUENCES`. The tiles with the most work come first, so that late programs are short.
         """
         if torch.compiler.is_compiling():
-            # Inside a graph, which must hold for every layout: compute on the device, with the maximal tile count.
             sequences = self._on_device[kind]
             rows = self.prefix_rows if kind.startswith("prefix") else self.suffix_rows
             return _cut(sequences, size, rows // size + sequences.shape[0], kind == "suffix keys")
         found = self._tiles.get((kind, size))
         if found is None:
-            found = _copied(_cut(self._host[kind], size, None, kind == "suffix keys"), self.device)
+            found = _copy(_cut(self._host[kind], size, None, kind == "suffix keys"), self.device)
             self._tiles[kind, size] = found
         return found
 
@@ -182,7 +178,6 @@ def _cut(sequences: Tensor, size: int, count: int | None, longer: bool) -> Tenso
     begin = start[of] + (tile - (ends - counts)[of]) * size
     end = torch.minimum(begin + size, (start + lengths)[of])
     cut = torch.cat((begin[:, None], end[:, None], sequences[of]), 1)
-    # Upper bound for a tile's reads: a causal part of its own sequence, and all other rows.
     work = end - cut[:, 2] + cut[:, 5] - cut[:, 4]
     return cut[work.argsort(descending=True, stable=True)].int()
 
@@ -226,7 +221,7 @@ def _owners(starts: Tensor, rows: int) -> Tensor:
     return torch.bincount(starts, minlength=rows + 1)[:rows].cumsum(0) - 1
 
 
-def _copied(host: Tensor, device: torch.device) -> Tensor:
+def _copy(host: Tensor, device: torch.device) -> Tensor:
     """Copy to the device without a synchronization: a copy from pageable memory would wait for the stream."""
     if device.type != "cuda":
         return host.to(device)

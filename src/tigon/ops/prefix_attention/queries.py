@@ -14,7 +14,7 @@ from tigon.kernels.tiles.constants import LOG2E, LOWEST
 
 
 @jit
-def block_of(ptr, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
+def load_block(ptr, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
     """Load rows at pointer offsets `at`; zeros where not inside, and beyond D."""
     d = tl.arange(0, BLOCK_D)
     at = at[:, None] + d[None, :]
@@ -26,7 +26,7 @@ def block_of(ptr, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.c
 
 
 @jit
-def scores_of(s, scale, softcap):
+def scale_scores(s, scale, softcap):
     """Map q · k products to base-2 scores, and return the score's slope up to the factor `scale`."""
     if softcap is not None:
         z, slope = cap(s, scale, softcap)
@@ -40,7 +40,7 @@ def _step(
 ):  # fmt: skip
     """Process a block of keys. m, total: running maximum and sum; in the backward pass log-sum-exp and Σ do · o."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    z, slope = scores_of(s, scale, softcap)
+    z, slope = scale_scores(s, scale, softcap)
     if GRAD:
         p = tl.exp2(z - m[:, None])
         if MASK:
@@ -90,18 +90,16 @@ def _attend_kernel(
     token = start + rows // N
     head = g * N + rows % N
     live = token < stop
-    # int64: row · stride reaches 2**31 at 512k tokens with width 4096.
     row = token.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_N)
-    # Offsets into o and dq, and into the statistics, (G, tokens, N): contiguous per tile.
     of_head = row * H + head
     statistics = (tl.cast(g, tl.int64) * count + start) * N + rows
     first = tl.load(first_ptr + row, mask=live, other=0)
-    q = block_of(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True)
+    q = load_block(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True)
     if GRAD:
-        do = block_of(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
-        o = block_of(o_ptr, of_head * D, live, D, BLOCK_D, True)
+        do = load_block(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
+        o = load_block(o_ptr, of_head * D, live, D, BLOCK_D, True)
         m = tl.load(lse_ptr + statistics, mask=live, other=float("inf"))
         total = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta_ptr + statistics, total, mask=live)
@@ -117,9 +115,9 @@ def _attend_kernel(
         single = live
         if SINGLES == 1:
             single = live & (tl.load(stop_ptr + row, mask=live, other=0) - first == 1)
-        own_k = block_of(k_ptr, row * stride_kt, single, D, BLOCK_D, True).to(tl.float32)
-        own_v = block_of(v_ptr, row * stride_vt, single, D, BLOCK_D, True).to(tl.float32)
-        z, slope = scores_of(tl.sum(q.to(tl.float32) * own_k, 1), scale, softcap)
+        own_k = load_block(k_ptr, row * stride_kt, single, D, BLOCK_D, True).to(tl.float32)
+        own_v = load_block(v_ptr, row * stride_vt, single, D, BLOCK_D, True).to(tl.float32)
+        z, slope = scale_scores(tl.sum(q.to(tl.float32) * own_k, 1), scale, softcap)
         if GRAD:
             ds = tl.exp2(z - m) * (tl.sum(do.to(tl.float32) * own_v, 1) - total)
             if softcap is not None:
@@ -141,14 +139,14 @@ def _attend_kernel(
         low = prefix0 + tl.maximum(least - window + 1, 0) // BLOCK_N * BLOCK_N
     whole = prefix0 + length // BLOCK_N * BLOCK_N
     for n in range(low, whole, BLOCK_N):
-        k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
-        v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
+        k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
+        v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
         keep = (n - prefix0 + j)[None, :] > (position - (0 if window is None else window))[:, None]
         m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
     if (whole < prefix1) & (low <= whole):
         inside = whole + j < prefix1
-        k = block_of(k_ptr + tl.cast(whole, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
-        v = block_of(v_ptr + tl.cast(whole, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+        k = load_block(k_ptr + tl.cast(whole, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+        v = load_block(v_ptr + tl.cast(whole, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
         keep = inside[None, :]
         if window is not None:
             keep = keep & ((whole - prefix0 + j)[None, :] > (position - window)[:, None])
@@ -159,8 +157,8 @@ def _attend_kernel(
         last = tl.load(stop_ptr + row, mask=live, other=0)
         for n in range(own0, own1, BLOCK_N):
             inside = n + j < own1
-            k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
-            v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+            k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+            v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
             keep = inside[None, :]
             if SINGLES < 2:  # all except later tokens in the own suffix
                 keep = keep & (((n + j)[None, :] <= token[:, None]) | ((n + j)[None, :] >= last[:, None]))
@@ -176,8 +174,8 @@ def _attend_kernel(
             if window is not None:
                 begin += tl.maximum(start - begin - window + 1, 0) // BLOCK_N * BLOCK_N
             for i in range(begin, n, BLOCK_N):
-                k = block_of(k_ptr + tl.cast(i, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
-                v = block_of(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
+                k = load_block(k_ptr + tl.cast(i, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
+                v = load_block(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
                 keep = (i + j)[None, :] > (token - (0 if window is None else window))[:, None]
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
         while n < stop:
@@ -185,8 +183,8 @@ def _attend_kernel(
             end = tl.load(stop_ptr + n)
             if SINGLES == 0 or end - own > 1:
                 inside = n + j < tl.minimum(end, stop)
-                k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
-                v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+                k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+                v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
                 keep = inside[None, :] & (first == own)[:, None] & ((n + j)[None, :] <= token[:, None])
                 if window is not None:
                     keep = keep & ((n + j)[None, :] > (token - window)[:, None])
@@ -216,7 +214,7 @@ def _delta_kernel(
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = row < count * H
     token, head = row // H, row % H
-    do = block_of(do_ptr, token * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
-    o = block_of(o_ptr, row * D, live, D, BLOCK_D, True)
+    do = load_block(do_ptr, token * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
+    o = load_block(o_ptr, row * D, live, D, BLOCK_D, True)
     statistics = (head // N * count + token) * N + head % N
     tl.store(delta_ptr + statistics, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=live)

@@ -26,20 +26,20 @@ def prefix_attention_reference(
     every = torch.arange(layout.rows, device=q.device)
     if is_traced(q):
         # All rows at once: a graph must hold for every layout and cannot depend on the lengths.
-        return attend(q, k, v, _seen(layout, every, across, window))
+        return attend(q, k, v, _mask_keys(layout, every, across, window))
     prefixes, suffixes = [], []
     p, s = 0, layout.prefix_rows
     # Per request, which avoids a score matrix over all rows.
     for length, own in zip(layout.prefix_lengths, layout.suffix_lengths, strict=True):
         rows = torch.cat((every[p : p + length], every[s : s + sum(own)]))
-        o = attend(q[rows], k[rows], v[rows], _seen(layout, rows, across, window))
+        o = attend(q[rows], k[rows], v[rows], _mask_keys(layout, rows, across, window))
         prefixes.append(o[:length])
         suffixes.append(o[length:])
         p, s = p + length, s + sum(own)
     return torch.cat(prefixes + suffixes)
 
 
-def _seen(layout: PrefixLayout, rows: Tensor, across: str, window: int | None) -> Tensor:
+def _mask_keys(layout: PrefixLayout, rows: Tensor, across: str, window: int | None) -> Tensor:
     """Return (n, n) bool: which of these rows each row sees."""
     request, sequence, position = (t[rows] for t in (layout._of_row, layout._first, layout._position))
     same = sequence[:, None] == sequence

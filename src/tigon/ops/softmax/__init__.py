@@ -61,7 +61,6 @@ def softmax(
         return softmax_reference(x, dim, scale=scale, mask=mask, causal=causal)
     if last:
         return _softmax(x, mask, scale, causal)
-    # A broadcast mask has strides of 0, which movedim keeps: nothing is copied.
     moved = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
     return _softmax(x.movedim(dim, -1), moved, scale, causal).movedim(-1, dim).contiguous()
 
@@ -89,7 +88,6 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
 def softmax_reference(
     x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    # fp64 stays fp64, as tests need.
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     if scale != 1.0:
         z = z * scale

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from tigon.kernels import do_not_specialize, jit, tl
 from tigon.kernels.tiles.constants import LOG2E, LOWEST
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 
 
 @jit
@@ -28,7 +28,6 @@ def _causal(cols, last, inside):
 @jit
 def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
     """scale · x + mask in fp32, and -inf at columns not seen. HIDE: x may differ from -inf at those columns."""
-    # A product, then a sum, as PyTorch computes scores · scale + mask. The mask is not scaled.
     z = x.to(tl.float32) * scale
     # `near`, so that the mask too is loaded 16 bytes per thread. Where the mask holds -inf the sum is -inf.
     if mask_ptr is not None:
@@ -54,7 +53,6 @@ def _again(x):
 def _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2):
     """Where these rows' mask begins."""
     k, j, i = rows % D2, rows // D2 % D1, rows // D2 // D1
-    # int64: a separate mask for every head of 128k queries and keys exceeds 2**31.
     return i.to(tl.int64) * stride_m0 + j.to(tl.int64) * stride_m1 + k.to(tl.int64) * stride_m2
 
 
@@ -73,9 +71,7 @@ def _softmax_fwd_kernel(
         seen, near = inside, inside
         if CAUSAL:
             seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
-        # int64: row * stride reaches 2**31 at 64k rows of width 32768.
         row = rows.to(tl.int64)[:, None]
-        # -inf where masked: the exponential is 0, so neither maximum nor sum needs a select.
         x = tl.load(x_ptr + row * stride_xm + cols[None, :], mask=near, other=float("-inf"))
         at = cols[None, :]
         if mask_ptr is not None:
@@ -84,9 +80,7 @@ def _softmax_fwd_kernel(
         # Subtract first, exact where precision matters. A row with only -inf computes -inf − (-inf) = NaN, torch's
         # answer; rows beyond M as well, but they are not stored.
         e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2E)
-        # The maximum's exponential is 1, so the sum is at least 1 and the reciprocal is finite.
         y = e * (1.0 / tl.sum(e, 1))[:, None]
-        # Unseen columns are written too: they hold 0, and the product with the values reads them.
         tl.store(y_ptr + row * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -109,10 +103,8 @@ def _softmax_bwd_kernel(
     y_at = y_ptr + row * stride_ym + cols[None, :]
     dy = tl.load(dy_at, mask=near, other=0.0)
     y = tl.load(y_at, mask=near, other=0.0)
-    # fp32 before the product: Σ dy · y cancels in part, and 16 bits would round each term.
     products = dy.to(tl.float32) * y.to(tl.float32)
     if CAUSAL:
-        # Loads reach to the end of the sector, where dy may hold anything.
         products = tl.where(seen, products, 0.0)
     total = tl.sum(products, 1)[:, None]
     if RELOAD:
@@ -123,7 +115,6 @@ def _softmax_bwd_kernel(
         y = tl.load(y_at, mask=near, other=0.0)
     dx = _again(y) * (_again(dy) - total) * scale
     if CAUSAL:
-        # y is 0 here, but 0 · dy is NaN where the unread part of dy holds an inf.
         dx = tl.where(seen, dx, 0.0)
     tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -136,7 +127,6 @@ def _statistics(
     """Return the maximum of a row's scores from start to stop, and Σ exp(score − maximum)."""
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), LOWEST, tl.float32)
-    # A lane that no column reaches keeps the least maximum and a sum of 0, which adds nothing below.
     total = tl.zeros((BLOCK,), tl.float32)
     # Blocks beyond the last column that the row attends to are skipped. With EDGES columns count from the body's first,
     # and `last` may be negative: the loop is then empty.
@@ -165,7 +155,6 @@ def _write_softmax(
     # body's end has no blocks.
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
-        # From the end, which the first reading read last and which is still cached.
         cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
@@ -195,7 +184,6 @@ def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, B
         seen, near = _causal(cols, last, cols < N)
         dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
-        # Always a select: nothing has been loaded beyond the last column, and 0 · inf would be NaN.
         dx = tl.where(seen, y * (dy - total) * scale, 0.0)
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
@@ -217,11 +205,10 @@ def _body(ptr, N, start, stop, last):
     this part, the last column seen (counted from the body's first) and the body's pointer. The edges belong to a row's
     first part.
     """
-    # One tensor's address decides for all: `uneven` permits EDGES only if all rows have the same alignment.
     first, width = split(ptr, N)
     edge, real = edges(ptr, first, width, N)
     real &= start == 0
-    return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, aligned(ptr, first)
+    return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, align(ptr, first)
 
 
 # A program: a row that is too wide for registers or has edges (STEP 0), or a part of such a row, `width` columns, P
@@ -254,7 +241,7 @@ def _softmax_wide_fwd_kernel(
     if EDGES:
         x_row, y_row = x_ptr, y_ptr
         edge, real, seen, first, N, stop, last, x_ptr = _body(x_row, N, start, stop, last)
-        y_ptr = aligned(y_row, first)
+        y_ptr = align(y_row, first)
     if STEP < 2:
         top, total = _statistics(x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED, CAUSAL, BLOCK)
         if EDGES:
@@ -281,7 +268,6 @@ def _softmax_wide_fwd_kernel(
             x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, top, 1.0 / total, SCALED, CAUSAL, BLOCK
         )
         if EDGES:
-            # From the cache, like the body: the registers might leave no room for a second program.
             x_edge = tl.load(x_row + edge, mask=seen, other=float("-inf"), eviction_policy="evict_first")
             z_edge = _scores(x_edge, None, edge, seen, seen, scale, SCALED or CAUSAL)
             y_edge = tl.exp2((z_edge - top) * LOG2E) * (1.0 / total)
@@ -309,7 +295,7 @@ def _softmax_wide_bwd_kernel(
     if EDGES:
         dy_row, y_row, dx_row = dy_ptr, y_ptr, dx_ptr
         edge, real, seen, first, N, stop, last, dy_ptr = _body(dy_row, N, start, stop, last)
-        y_ptr, dx_ptr = aligned(y_row, first), aligned(dx_row, first)
+        y_ptr, dx_ptr = align(y_row, first), align(dx_row, first)
         dy_edge = tl.load(dy_row + edge, mask=seen, other=0.0).to(tl.float32)
         y_edge = tl.load(y_row + edge, mask=seen, other=0.0).to(tl.float32)
     if STEP < 2:
@@ -324,6 +310,5 @@ def _softmax_wide_bwd_kernel(
     else:
         _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK)
         if EDGES:
-            # 0 at edges that the query does not attend to: dx is uninitialised memory and must be written.
             dx_edge = tl.where(seen, y_edge * (dy_edge - total) * scale, 0.0)
             tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=real)

@@ -60,7 +60,6 @@ def _prefetch(row_bytes: int, x: Tensor) -> int:
 
 def _parts(M: int, N: int, device: torch.device) -> Parts | None:
     """How each of M wide rows is cut; None if whole rows are enough programs."""
-    # Only if whole rows would leave SMs idle: parts cost a second launch and a round trip for their statistics.
     programs = multiprocessors(device)
     return cut_rows(M, N, PART, PARTED * programs) if programs > M else None
 
@@ -93,7 +92,6 @@ def _launch_wide(
         whole = M, (*arguments, 1, N, 0, edges, block, 1), options
         launch(kernel, (*key, edges), (*tensors, None), lambda: whole)
         return
-    # Never read before written: step 1 stores every part, also parts without a visible column.
     count, width, most = parts
     partial = torch.empty(M * count * numbers, dtype=torch.float32, device=device)
     for step in (1, 2):
@@ -112,10 +110,8 @@ def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ..
     mask = mask.expand(shape)
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape[:-1], mask.stride()[:-1], strict=True):
-        # A dimension of 1 has an arbitrary stride, which would keep its neighbours from being merged.
         if size == 1:
             continue
-        # True for dense neighbours, and for two broadcast dimensions with strides of 0.
         if dims and dims[-1][1] == stride * size:
             dims[-1] = dims[-1][0] * size, stride
         else:
@@ -126,11 +122,11 @@ def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ..
     return mask, (d1, d2, s0, s1, s2, mask.stride(-1))
 
 
-def _softmax_fwd_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def _softmax_fwd_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor", _softmax_fwd_fake)
+@launcher(_softmax_fwd_fake)
 def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     y = _softmax_fwd_fake(x, mask, scale, causal)
     if x.numel() == 0:
@@ -138,7 +134,6 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     layout: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
     if mask is not None:
         mask, layout = _mask_layout(mask, x.shape)
-    # T counts a query's row within its head, for the causal mask only.
     T = x.shape[-2] if causal else 1
     x = view_rows(x)
     M, N = x.shape
@@ -151,22 +146,22 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
         _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
     else:
 
-        def tiled() -> Plan:
+        def plan_tile() -> Plan:
             block_m, block_n, warps = _tile(M, N, x.device)
             tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
             # Persistent with a prefetch only: otherwise the hardware balances the load of one program per tile.
             grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
             return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
 
-        launch(_softmax_fwd_kernel, key, (x, mask, y), tiled)
+        launch(_softmax_fwd_kernel, key, (x, mask, y), plan_tile)
     return y
 
 
-def _softmax_bwd_fake(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+def _softmax_bwd_fake(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
     return y.new_empty(y.shape)
 
 
-@launcher("(Tensor dy, Tensor y, float scale, bool causal) -> Tensor", _softmax_bwd_fake)
+@launcher(_softmax_bwd_fake)
 def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     dx = _softmax_bwd_fake(dy, y, scale, causal)
     if y.numel() == 0:
@@ -181,7 +176,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1, edges)
     else:
 
-        def tiled() -> Plan:
+        def plan_tile() -> Plan:
             block_m, block_n, warps = _tile(M, N, y.device)
             # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as loaded, in half the
             # registers.
@@ -190,7 +185,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
                 warps = 16
             return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
 
-        launch(_softmax_bwd_kernel, key, (dy, y, dx), tiled)
+        launch(_softmax_bwd_kernel, key, (dy, y, dx), plan_tile)
     return dx
 
 
@@ -199,15 +194,11 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.scale, ctx.causal = inputs
-    # Save the result only: the scores can be freed, and usually are.
     ctx.save_for_backward(output)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None or not ctx.needs_input_grad[0]:
-        return None, None, None, None
-    (y,) = ctx.saved_tensors
-    return _softmax_bwd(dy, y, ctx.scale, ctx.causal), None, None, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    return (_softmax_bwd(dy, *ctx.saved_tensors, ctx.scale, ctx.causal),) if ctx.needs_input_grad[0] else ()
 
 
 softmax_of_last = differentiable(_softmax_fwd, _setup_context, _backward)

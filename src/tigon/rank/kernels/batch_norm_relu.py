@@ -34,7 +34,7 @@ from tigon.kernels import (
     use_triton,
     view_rows,
 )
-from tigon.ops.gated import unit_of
+from tigon.ops.gated import choose_unit
 from tigon.ops.sum_rows import sum_rows
 
 Running = tuple[Tensor, Tensor]
@@ -343,7 +343,7 @@ def _launch(kernel: Any, inputs: tuple[Tensor, ...], others: tuple[Tensor | None
     strides = tuple(t.stride(0) for t in inputs)
 
     def plan() -> Plan:
-        cut, unit = _cut_inputs(*inputs), unit_of(W, strides)
+        cut, unit = _cut_inputs(*inputs), choose_unit(W, strides)
         sizes = C, N, W // unit, *(s // unit for s in strides), cut.per, unit
         return cut.programs, (*sizes, *cut.tile), {"num_warps": 4}
 
@@ -375,10 +375,7 @@ def _batch_norm_relu_fwd_fake(
     return h.new_empty(h.shape), h.new_empty((2, weight.shape[0]), dtype=torch.float32)
 
 
-@launcher(
-    "(Tensor h, Tensor weight, Tensor bias, Tensor? mean, Tensor? variance, float eps) -> (Tensor, Tensor)",
-    _batch_norm_relu_fwd_fake,
-)
+@launcher(_batch_norm_relu_fwd_fake)
 def _batch_norm_relu_fwd(
     h: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, variance: Tensor | None, eps: float, *,
     running: Running | None = None, momentum: float = 0.0,
@@ -406,11 +403,7 @@ def _batch_norm_relu_bwd_fake(
     return h.new_empty(h.shape if need_dh else 0), sums[0], sums[1]
 
 
-@launcher(
-    "(Tensor dy, Tensor h, Tensor weight, Tensor bias, Tensor stats, bool of_batch, bool need_dh, bool need_sums)"
-    " -> (Tensor, Tensor, Tensor)",
-    _batch_norm_relu_bwd_fake,
-)
+@launcher(_batch_norm_relu_bwd_fake)
 def _batch_norm_relu_bwd(
     dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, of_batch: bool, need_dh: bool, need_sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.kernels.tiles.parts import locate_part
-from tigon.ops.gated import unit_of
+from tigon.ops.gated import choose_unit
 from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
@@ -114,13 +114,13 @@ def _crossed_sum_fwd_fake(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Ten
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x0, Tensor u, Tensor x, Tensor bias) -> Tensor", _crossed_sum_fwd_fake)
+@launcher(_crossed_sum_fwd_fake)
 def _crossed_sum_fwd(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     (M, N), y = x.shape, _crossed_sum_fwd_fake(x0, u, x, bias)
     if y.numel():
 
         def plan() -> Plan:
-            (block_m, block_n, warps), unit = (16, 128, 4), unit_of(N, ())  # 16 numbers per thread
+            (block_m, block_n, warps), unit = (16, 128, 4), choose_unit(N, ())  # 16 numbers per thread
             return cdiv(M, block_m) * cdiv(N, block_n), (M, N // unit, unit, block_m, block_n), {"num_warps": warps}
 
         launch(_crossed_sum_fwd_kernel, (M, N, x.dtype, bias.dtype), (x0, u, x, bias, y), plan)
@@ -135,11 +135,7 @@ def _crossed_sum_bwd_fake(
     return du, dx0, db
 
 
-@launcher(
-    "(Tensor dy, Tensor? ds, Tensor x0, Tensor u, Tensor bias, bool need_dx0, bool need_du, bool need_db) -> "
-    "(Tensor, Tensor, Tensor)",
-    _crossed_sum_bwd_fake,
-)
+@launcher(_crossed_sum_bwd_fake)
 def _crossed_sum_bwd(
     dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_du: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +147,7 @@ def _crossed_sum_bwd(
     partial = shares(how.parts, db)[0] if need_db else None
 
     def plan() -> Plan:
-        unit = unit_of(N, ())
+        unit = choose_unit(N, ())
         return how.parts * how.blocks, (M, N // unit, how.each, unit, how.rows, how.columns), {"num_warps": WARPS}
 
     tensors = dy, ds, x0, u, bias, du if need_du else None, dx0 if need_dx0 else None, partial

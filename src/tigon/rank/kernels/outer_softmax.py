@@ -246,7 +246,7 @@ def _outer_softmax_fwd_fake(qkv: Tensor, temperature: float, residual: bool) -> 
     return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
 
-@launcher("(Tensor qkv, float temperature, bool residual) -> Tensor", _outer_softmax_fwd_fake)
+@launcher(_outer_softmax_fwd_fake)
 def _outer_softmax_fwd(qkv: Tensor, temperature: float, residual: bool) -> Tensor:
     y = _outer_softmax_fwd_fake(qkv, temperature, residual)
     if qkv.numel() == 0:
@@ -268,7 +268,7 @@ def _outer_softmax_bwd_fake(dy: Tensor, qkv: Tensor, temperature: float, residua
     return qkv.new_empty(qkv.shape)
 
 
-@launcher("(Tensor dy, Tensor qkv, float temperature, bool residual) -> Tensor", _outer_softmax_bwd_fake)
+@launcher(_outer_softmax_bwd_fake)
 def _outer_softmax_bwd(dy: Tensor, qkv: Tensor, temperature: float, residual: bool) -> Tensor:
     dx = _outer_softmax_bwd_fake(dy, qkv, temperature, residual)
     if qkv.numel() == 0:

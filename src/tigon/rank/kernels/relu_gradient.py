@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tigon.kernels import Plan, do_not_specialize, jit, launch, launcher, tl, use_triton
 from tigon.kernels.tiles.parts import locate_part
-from tigon.ops.gated import unit_of
+from tigon.ops.gated import choose_unit
 from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
@@ -59,7 +59,7 @@ def _relu_gradient_fake(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return dy.new_empty(dy.shape), dy.new_empty(dy.shape[1])
 
 
-@launcher("(Tensor dy, Tensor y) -> (Tensor, Tensor)", _relu_gradient_fake)
+@launcher(_relu_gradient_fake)
 def _relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     (M, N), (dh, db) = y.shape, _relu_gradient_fake(dy, y)
     if not dy.numel():
@@ -68,7 +68,7 @@ def _relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     partial = shares(how.parts, db)[0]
 
     def plan() -> Plan:
-        unit = unit_of(N, ())
+        unit = choose_unit(N, ())
         return how.parts * how.blocks, (M, N // unit, how.each, unit, how.rows, how.columns), {"num_warps": WARPS}
 
     launch(_relu_gradient_kernel, (M, N, y.dtype, dy.dtype), (dy, y, dh, partial), plan)

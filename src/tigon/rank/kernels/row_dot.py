@@ -25,7 +25,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.kernels.tiles.parts import locate_part
-from tigon.ops.gated import unit_of
+from tigon.ops.gated import choose_unit
 from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
@@ -108,12 +108,12 @@ def _row_dot_fwd_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@launcher("(Tensor x, Tensor weight) -> Tensor", _row_dot_fwd_fake)
+@launcher(_row_dot_fwd_fake)
 def _row_dot_fwd(x: Tensor, weight: Tensor) -> Tensor:
     (M, K), N, z = x.shape, weight.shape[0], _row_dot_fwd_fake(x, weight)
 
     def plan() -> Plan:
-        (block_m, block_n, warps), unit = (16, 256, 4), unit_of(K, ())  # 32 numbers per thread
+        (block_m, block_n, warps), unit = (16, 256, 4), choose_unit(K, ())  # 32 numbers per thread
         return cdiv(M, block_m), (M, N, K // unit, unit, block_m, block_n), {"num_warps": warps}
 
     if M:
@@ -127,9 +127,7 @@ def _row_dot_bwd_fake(
     return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
-@launcher(
-    "(Tensor dz, Tensor x, Tensor weight, bool need_dx, bool need_dw) -> (Tensor, Tensor)", _row_dot_bwd_fake
-)  # fmt: skip
+@launcher(_row_dot_bwd_fake)
 def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
     (M, K), N = x.shape, weight.shape[0]
     dx, dw = _row_dot_bwd_fake(dz, x, weight, need_dx, need_dw)
@@ -139,7 +137,7 @@ def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: 
     partial = shares(how.parts, dw)[0] if need_dw else None
 
     def plan() -> Plan:
-        unit = unit_of(K, ())
+        unit = choose_unit(K, ())
         sizes = M, N, K // unit, how.each, unit, how.rows, how.columns
         return how.parts * how.blocks, sizes, {"num_warps": WARPS}
 

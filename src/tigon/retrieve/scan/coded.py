@@ -36,13 +36,13 @@ _plan_scan = functools.lru_cache(1024)(plan_coded_scan)
 
 
 @launcher(
-    "(Tensor query, Tensor items, Tensor codes, Tensor scales, Tensor error, int k, Tensor? attributes, Tensor? table, "
-    "Tensor? bitmaps, Tensor? which, int filters, Tensor? live, Tensor? bias, str kind, float? share) "
-    "-> (Tensor, Tensor, Tensor)",
     lambda query, items, codes, scales, error, k, *_: (
         *allocate_answer(query, k),
         query.new_empty(query.shape[:1], dtype=torch.bool),
     ),
+    "(Tensor query, Tensor items, Tensor codes, Tensor scales, Tensor error, int k, Tensor? attributes, Tensor? table, "
+    "Tensor? bitmaps, Tensor? which, int filters, Tensor? live, Tensor? bias, str kind, float? share) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _coded_topk(
     query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, *given: Any

@@ -64,10 +64,10 @@ def allocate_answer(query: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @launcher(
+    lambda query, items, k, *_: allocate_answer(query, k),
     "(Tensor query, Tensor items, int k, Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? which, "
     "int filters, Tensor? live, Tensor? bias, str kind, Tensor? words=None, Tensor? tags=None, Tensor? weights=None, "
     "int width=0) -> (Tensor, Tensor)",
-    lambda query, items, k, *_: allocate_answer(query, k),
 )
 def _filtered_topk(query: Tensor, items: Tensor, k: int, *given: Any) -> tuple[Tensor, Tensor]:
     """given: as in the schema.

@@ -128,9 +128,9 @@ _plan_scan = functools.lru_cache(1024)(_plan)
 
 
 @launcher(
+    lambda query, items, codes, scales, projection, k, *_: allocate_answer(query, k),
     "(Tensor query, Tensor items, Tensor codes, Tensor? scales, Tensor projection, int k, int candidates, "
     "Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? live, Tensor? bias) -> (Tensor, Tensor)",
-    lambda query, items, codes, scales, projection, k, *_: allocate_answer(query, k),
 )
 def _sign_topk(
     query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,

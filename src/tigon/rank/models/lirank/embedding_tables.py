@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.embedding_bag import embedding_bag
-from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
+from tigon.ops.quantized_table import quantize_rows, quantized_embedding
 from tigon.rank.data.ragged import Ragged, expand_spans
 from tigon.rank.models.lirank.config import Bits
 

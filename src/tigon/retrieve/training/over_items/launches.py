@@ -118,10 +118,10 @@ def _item_softmax_fwd_fake(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @launcher(
+    _item_softmax_fwd_fake,
     "(Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? allowed, "
     "Tensor? positive, Tensor? positive_bias, float scale, int ignore_index, str reduction, bool need_dq) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _item_softmax_fwd_fake,
 )
 def _item_softmax_fwd(
     q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
@@ -196,12 +196,7 @@ def _item_softmax_bwd_fake(g: Tensor, q: Tensor, items: Tensor, *rest: Any) -> t
     return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, items, q), rest[-1], strict=True))
 
 
-@launcher(
-    "(Tensor g, Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? allowed, "
-    "Tensor? positive, Tensor lse, Tensor less, Tensor dq, Tensor inverse, float scale, bool[] wants) "
-    "-> (Tensor, Tensor, Tensor)",
-    _item_softmax_bwd_fake,
-)
+@launcher(_item_softmax_bwd_fake)
 def _item_softmax_bwd(
     g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
     allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.kernels import check_tensors, launcher, use_triton
 from tigon.ops.embedding_bag import embedding_bag_reference
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
-from tigon.ops.embedding_bag.launches import bag_sums, bags_of
+from tigon.ops.embedding_bag.launches import bag_sums, measure_bags
 
 LARGEST = 65504.0  # largest fp16 number
 
@@ -49,10 +49,9 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not w.numel():
         return weight.new_empty((N, D), dtype=torch.uint8), weight.new_zeros((N, 2), dtype=torch.float16)
     low, high = w.amin(1), w.amax(1)
-    offset = _rounded(low, down=True)
-    scale = _rounded((high - offset.double()) / 255, down=False)
+    offset = _round(low, down=True)
+    scale = _round((high - offset.double()) / 255, down=False)
     constant = low == high
-    # Constant rows store fp16's rounding error in scale, with code 1.
     near = low.half()
     offset = torch.where(constant, near, offset)
     scale = torch.where(constant, (low - near.double()).half(), scale)
@@ -61,7 +60,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8), torch.stack((scale, offset), 1)
 
 
-def _rounded(x: Tensor, down: bool) -> Tensor:
+def _round(x: Tensor, down: bool) -> Tensor:
     """Round x to fp16, towards −∞ or +∞."""
     near = x.half()
     beyond = near.double() > x if down else near.double() < x
@@ -152,19 +151,14 @@ def _quantized_embedding_fake(
     codes: Tensor, scale_offset: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
     factors: Tensor | None, mean: bool, padding_idx: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return codes.new_empty((bags_of(values, offsets)[0], codes.shape[1]), dtype=dtype)
+    return codes.new_empty((measure_bags(values, offsets)[0], codes.shape[1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor codes, Tensor scale_offset, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, "
-    "int padding_idx, ScalarType dtype) -> Tensor",
-    _quantized_embedding_fake,
-)
+@launcher(_quantized_embedding_fake)
 def _quantized_embedding(
     codes: Tensor, scale_offset: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
     factors: Tensor | None, mean: bool, padding_idx: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = _quantized_embedding_fake(codes, scale_offset, values, offsets, fields, factors, mean, padding_idx, dtype)
-    # `embedding_bag`'s kernel, which dequantizes each row after loading.
     bag_sums(codes, values, offsets, fields, factors, scale_offset, mean, padding_idx, y)
     return y
