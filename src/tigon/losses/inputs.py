@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tigon.losses.head.chunk_options import ChunkOptions
-from tigon.losses.head.chunks import count_spared_bytes
-from tigon.losses.head.head import Head, check_head, parse_head
+from tigon.losses.head.chunks import Chunks, count_spared_bytes
+from tigon.losses.head.head import Head, Projection, check_head, parse_head
 from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.operator import record
 from tigon.ops.linear.chunk_size import chunk_budget
@@ -105,6 +105,35 @@ class WalkPlan(NamedTuple):
     @property
     def needs(self) -> tuple[bool, bool, bool]:
         return self.need_dx, self.need_dw, self.need_db
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The dtype for losses and sums."""
+        return torch.promote_types(self.compute, torch.float32)
+
+    def count_visited(self, rows: int) -> int:
+        """How many of a batch's rows the walk visits at most; on a CPU the walk may count fewer."""
+        return rows if self.valid < 0 or self.valid > rows else self.valid
+
+
+def make_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, plan: WalkPlan, shards: Shards | None,
+    budget: int | None = None, dtype: torch.dtype | None = None,
+) -> Chunks:  # fmt: skip
+    """The walk over a head's rows. Rows are left out only where the host knows the valid count.
+
+    target: None if every row counts. budget, dtype: for logits, if not the plan's.
+    """
+    valid = -1 if target is None else plan.valid
+    if target is None:
+        labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0])  # one zero serves as all labels
+    else:
+        labels = target
+        if valid < 0 and x.device.type == "cpu":
+            valid = int((target != plan.ignore_index).sum())  # on a CPU the count costs no synchronisation
+    head = Projection.cast(x, weight, bias, plan.compute)
+    known = None if valid < 0 else valid
+    return Chunks(head, labels, plan.ignore_index, known, plan.budget if budget is None else budget, shards, dtype)
 
 
 def plan_walk(

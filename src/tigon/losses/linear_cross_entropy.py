@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import add_anchor, run_once_differentiable
+from tigon.losses.early_gradients import empty_gradients, save_gradients, scale_saved_gradients
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count, to_scalar
-from tigon.losses.head.head import Head, Projection
+from tigon.losses.head.head import Head
 from tigon.losses.head.upstream import scale_gradients
 from tigon.losses.head.vocabulary_parallel import Shards
-from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
+from tigon.losses.inputs import WalkPlan, make_chunks, parse_inputs, plan_walk
 from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.losses.options import make_keyword_error
 from tigon.ops.cross_entropy import CrossEntropy, cross_entropy_reference, cross_entropy_rows, inverse_divisor
@@ -168,54 +169,31 @@ class _Options(NamedTuple):
         """Whether the forward pass computes the gradients."""
         return self.reduction != "none"
 
+    @property
+    def early_plan(self) -> WalkPlan:
+        """The plan of the forward pass."""
+        return self.plan if self.early else self.plan._replace(need_dx=False, need_dw=False, need_db=False)
+
 
 def _forward_fake(tensors: _Tensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
-    x, weight, plan, V = tensors.x, tensors.weight, options.plan, tensors.weight.shape[0]
-    acc = torch.promote_types(plan.compute, torch.float32)
-    need_dx, need_dw, need_db = (need and options.early for need in plan.needs)
-    loss = x.new_empty(() if options.early else tensors.target.shape, dtype=acc)
-    dx = x.new_empty(x.shape, dtype=plan.compute) if need_dx else x.new_empty(0)
-    visited = x.shape[0] if plan.valid < 0 or plan.valid > x.shape[0] else plan.valid
-    one_chunk = visited * (V if shards is None else shards.widest) * plan.compute.itemsize <= plan.budget
-    only = visited if shards is None and one_chunk else 0
-    wide = _sums_in_fp32(options, weight.dtype, one_chunk)
-    dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, need_dw, only)
-    return loss, dx, dw, more, x.new_empty(V, dtype=acc) if need_db else x.new_empty(0)
-
-
-def _sums_in_fp32(options: _Options, dtype: torch.dtype, one_chunk: Any) -> bool:
-    """Whether dW is summed in fp32 and narrowed in the backward pass, together with the upstream gradient.
-
-    "mean" in a single chunk needs no sum, and the divisor is folded in already: the product rounds once. "sum" stays
-    wide because you will divide by the token count, which would round a second time; in fp16 the sum would overflow.
-    """
-    compute = options.plan.compute
-    if dtype != compute:  # fp32 master weights under autocast: the accumulator is the gradient
-        return True
-    if not options.plan.fp32 and compute != torch.float16:
-        return False
-    return options.reduction == "sum" or compute == torch.float16 or not one_chunk
+    x, weight, plan = tensors.x, tensors.weight, options.early_plan
+    # "sum" needs a wide dW because you will divide by the token count. "mean" has folded the divisor in.
+    needs_sum = options.reduction == "sum"
+    gradients = empty_gradients(x, weight, plan, shards, plan.count_visited(x.shape[0]), needs_sum=needs_sum)
+    return x.new_empty(() if options.early else tensors.target.shape, dtype=plan.acc), *gradients
 
 
 def _forward(tensors: _Tensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
-    loss, dx, dw, more, db = _forward_fake(tensors, options, shards)
-    x, inverse, plan = tensors.x, tensors.inverse, options.plan
-    need_dx, need_dw, need_db = (need and options.early for need in plan.needs)
-    sums = weight_gradient.parts(dw, more) if need_dw else None
-    chunks = _make_chunks(x, tensors.weight, tensors.bias, tensors.target, plan, shards)
-    chunks.room = weight_gradient.room(sums)
-    losses = x.new_empty(chunks.visited, dtype=loss.dtype)
+    _, *places = _forward_fake(tensors, options, shards)
+    (x, weight, bias, target, inverse), plan = tensors, options.early_plan
+    chunks = make_chunks(x, weight, bias, target, plan, shards)
+    losses = x.new_empty(chunks.visited, dtype=plan.acc)
     # In fp16 the divisor would make gradients underflow: the backward pass applies the divisor in fp32.
     folded = None if plan.compute == torch.float16 or not options.early else inverse
-    # A gradient that is None skips a product: a frozen head, frozen hidden states.
-    gradients = Gradients(chunks, dx if need_dx else None, sums, db if need_db else None)
-    _walk(chunks, losses, folded, gradients, options)
-    if not options.early:
-        loss = chunks.scatter_to_batch(losses)
-        return loss if inverse is None else loss * inverse, dx, dw, more, db
+    _walk(chunks, losses, folded, Gradients.from_places(chunks, plan.needs, places), options)
     # The fp32 sum is divided once. The gradients are divided already, except in fp16.
-    total = losses.sum()
-    return total if inverse is None else total * inverse, dx, dw, more, db
+    loss = losses.sum() if options.early else chunks.scatter_to_batch(losses)
+    return loss if inverse is None else loss * inverse, *places
 
 
 def _walk(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradients: Gradients, options: _Options) -> None:
@@ -252,17 +230,6 @@ def _select_factor(factor: Tensor | None, chunk: Chunk) -> Tensor | None:
     return factor[chunk.rows] if factor is not None and factor.dim() else factor
 
 
-def _make_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, plan: WalkPlan, shards: Shards | None
-) -> Chunks:
-    valid = plan.valid
-    if valid < 0 and x.device.type == "cpu":
-        valid = int((target != plan.ignore_index).sum())  # on the CPU the count costs no synchronisation
-    known = None if valid < 0 else valid
-    head = Projection.cast(x, weight, bias, plan.compute)
-    return Chunks(head, target, plan.ignore_index, known, plan.budget, shards)
-
-
 def _backward_fake(tensors: _BackwardTensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
     x, weight, plan = tensors.x, tensors.weight, options.plan
     dx = x.new_empty(x.shape) if plan.need_dx else x.new_empty(0)
@@ -274,14 +241,12 @@ def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shar
     """Gradients for reduction="none", from recomputed logits: each row has its own upstream gradient."""
     dloss, x, weight, bias, target = tensors
     plan = options.plan
-    chunks = _make_chunks(x, weight, bias, target, plan, shards)
-    acc = torch.promote_types(plan.compute, torch.float32)
+    chunks = make_chunks(x, weight, bias, target, plan, shards)
     dx = x.new_empty(x.shape if plan.need_dx else (0,), dtype=plan.compute)
     wide = weight.dtype != plan.compute or (plan.fp32 and chunks.count > 1)
     dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw)
-    db = x.new_empty(weight.shape[0] if plan.need_db else 0, dtype=acc)
-    sums = weight_gradient.parts(dw, more) if plan.need_dw else None
-    gradients = Gradients(chunks, dx if plan.need_dx else None, sums, db if plan.need_db else None)
+    db = x.new_empty(weight.shape[0] if plan.need_db else 0, dtype=plan.acc)
+    gradients = Gradients.from_places(chunks, plan.needs, (dx, dw, more, db))
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
     losses = torch.empty_like(rows)  # scratch: the kernel rewrites the losses together with the gradient
     _walk(chunks, losses, rows, gradients, options)
@@ -297,24 +262,17 @@ _bwd = LossOperator("linear_cross_entropy_bwd", _BackwardTensors, _Options, _bac
 
 
 def _save(ctx: Any, tensors: _Tensors, options: _Options, output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, target, inverse = tensors
     ctx.options = options
-    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     if options.early:
-        # The gradients are saved, not the inputs: backward only scales them. fp16 still needs the divisor.
-        ctx.save_for_backward(*output[1:], inverse if options.plan.compute == torch.float16 else None)
+        save_gradients(ctx, tensors, options.plan, output[1:], inverse=tensors.inverse)
     else:
-        ctx.save_for_backward(x, weight, bias, target, inverse)
+        ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Sequence[Tensor | None]:
     options: _Options = ctx.options
-    if dloss is None:
-        return ()
-    if options.early:
-        dx, dw, more, db, inverse, *_ = ctx.saved_tensors
-        factor = dloss if inverse is None else dloss * inverse
-        return scale_gradients((dx, (dw, more), db), factor, ctx.dtypes, options.plan.needs)
+    if dloss is None or options.early:
+        return scale_saved_gradients(ctx, dloss)
     x, weight, bias, target, inverse, *_ = ctx.saved_tensors
     dloss = dloss.contiguous() if inverse is None else dloss * inverse
     grads = _bwd(_BackwardTensors(dloss, x, weight, bias, target), options, shards=ctx.shards)
@@ -332,7 +290,7 @@ class _IntoMainGrad(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None,
         main_grad: Tensor, upstream: Tensor, options: _Options, shards: Shards | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        chunks = _make_chunks(x, weight, bias, target, options.plan, shards)
+        chunks = make_chunks(x, weight, bias, target, options.plan, shards)
         losses = x.new_empty(chunks.visited, dtype=main_grad.dtype)
         dx = x.new_empty(x.shape, dtype=options.plan.compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tigon.kernels import is_concrete, is_graph_retained, is_traced, use_triton
 from tigon.losses.head.chunk_options import ChunkOptions
-from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count, read_logprobs
 from tigon.losses.head.head import Head, Projection, parse_head
 from tigon.losses.head.vocabulary_parallel import Shards, is_sharded, localize_adapter
 from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
@@ -28,8 +28,7 @@ from tigon.losses.options import check_positive
 from tigon.ops.linear import weight_gradient
 from tigon.ops.linear.chunk_size import chunk_rows
 from tigon.ops.linear.padded_product import class_blocks, empty_logits
-from tigon.ops.logprob import LogProb, logprob_gradient_rows, logprob_reference, logprob_rows
-from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
+from tigon.ops.logprob import LogProb, logprob_gradient_rows, logprob_reference
 
 
 def linear_logprob(
@@ -143,10 +142,6 @@ class _Options(NamedTuple):
     def transform(self) -> tuple[float, float, float]:
         return self.temperature, self.plan.softcap, self.plan.scale
 
-    @property
-    def acc(self) -> torch.dtype:
-        return torch.promote_types(self.plan.compute, torch.float32)
-
 
 @record
 class _BackwardOptions(NamedTuple):
@@ -191,31 +186,20 @@ def _count_buffer_rows(rows: Any, row_bytes: int, budget: int, keep: int) -> Any
 def _forward_fake(tensors: _Tensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
     x, weight, plan = tensors.x, tensors.weight, options.plan
     rows = x.shape[0] if plan.valid < 0 else min(plan.valid, x.shape[0])
-    one = x.new_empty(x.shape[0], dtype=options.acc)
+    one = x.new_empty(x.shape[0], dtype=plan.acc)
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
     row_bytes = (weight.shape[0] if shards is None else shards.widest) * plan.compute.itemsize
     room = _count_buffer_rows(rows, row_bytes, plan.budget, options.keep)
-    stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else options.acc)
+    stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else plan.acc)
     return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, plan.compute)
 
 
 def _forward(tensors: _Tensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
     *results, stats, logits = _forward_fake(tensors, options, shards)
-    x, acc, ignore_index, transform = tensors.x, options.acc, options.plan.ignore_index, options.transform
     chunks = _AdaptedChunks(tensors, options, shards)
     if chunks.index is not None:  # rows are left out: results start in walk order
-        results = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
-    # All chunks' (rows, columns): one exchange at the end, since only the backward pass needs the sums.
-    sums = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
-    for chunk in chunks.iterate_forward(logits):
-        if shards is not None:
-            shard_statistics(chunk.logits, chunk.target, sums[chunk.rows], *transform, along=True, total=True)
-            continue
-        places = tuple(r[chunk.rows] for r in results)
-        logprob_rows(chunk.logits, chunk.target, places, stats[chunk.rows], ignore_index, *transform)
-    if shards is not None and chunks.visited:
-        (labels,) = chunks.select(0, chunks.visited, tensors.target)
-        merge_logprob(shards.gather(sums).wait(), labels, tuple(results), stats, shards.classes, *transform)
+        results = [r.new_empty(chunks.visited) for r in results]
+    read_logprobs(chunks, logits, results, stats, options.plan.ignore_index, options.transform)
     return *(chunks.scatter_to_batch(r) for r in results), stats, logits
 
 
@@ -234,18 +218,16 @@ def _backward_of_rows(
     need_dx, need_dw, need_db, need_da, need_dlb = options.needs
     forward, plan = options.forward, options.forward.plan
     chunks = _AdaptedChunks(tensors, forward, shards)
-    acc = forward.acc
-    dx = x.new_empty(x.shape, dtype=plan.compute) if need_dx else None
+    dx = x.new_empty(x.shape if need_dx else (0,), dtype=plan.compute)
     # A single chunk needs no sum: the product rounds once, into the weight's dtype.
     wide = weight.dtype != plan.compute or (plan.fp32 and chunks.count > 1)
     dw, more_dw = weight_gradient.places(weight, plan.compute, wide, plan.budget, need_dw)
-    db = x.new_empty(weight.shape[0], dtype=acc) if need_db else None
-    sums = weight_gradient.parts(dw, more_dw) if need_dw else None
-    gradients = Gradients(chunks, dx, sums, db)
+    db = x.new_empty(weight.shape[0] if need_db else 0, dtype=plan.acc)
+    gradients = Gradients.from_places(chunks, options.needs, (dx, dw, more_dw, db))
     da = dlb = None
     if lora_a is not None and lora_b is not None:
         # Small beside dW, so always summed in fp32.
-        da, dlb = x.new_zeros(lora_a.shape, dtype=acc), x.new_zeros(lora_b.shape, dtype=acc)
+        da, dlb = x.new_zeros(lora_a.shape, dtype=plan.acc), x.new_zeros(lora_b.shape, dtype=plan.acc)
     upstream = [
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
     ]

@@ -22,19 +22,17 @@ from torch import Tensor
 
 from tigon.kernels import is_concrete, use_triton
 from tigon.losses.batch_split import PartRows, split_batch
+from tigon.losses.early_gradients import EarlyGradients, empty_gradients, save_gradients, scale_saved_gradients
 from tigon.losses.family import ALONE, FAMILIES, Family, Part, Whole
 from tigon.losses.head.chunk_options import ChunkOptions
-from tigon.losses.head.chunks import Chunk, Chunks, Gradients
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, read_logprobs
 from tigon.losses.head.head import Head, Hidden, Projection, check_head, parse_head
-from tigon.losses.head.upstream import scale_gradients
 from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.inputs import HeadInputs, WalkPlan, parse_inputs, plan_walk
 from tigon.losses.operator import LossOperator, Packed, Unpacker, make_differentiable, pack, record
 from tigon.losses.options import check_positive
-from tigon.ops.linear import weight_gradient
 from tigon.ops.linear.padded_product import empty_logits
-from tigon.ops.logprob import logprob_gradient_rows, logprob_rows
-from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
+from tigon.ops.logprob import logprob_gradient_rows
 
 # ----------------------------------------------------------------------------------------------------------- public
 
@@ -157,10 +155,6 @@ class _Options(NamedTuple):
     def transform(self) -> tuple[float, float, float]:
         return self.temperature, self.plan.softcap, self.plan.scale
 
-    @property
-    def acc(self) -> torch.dtype:
-        return torch.promote_types(self.plan.compute, torch.float32)
-
 
 class _Call(NamedTuple):
     options: _Options
@@ -181,7 +175,7 @@ def _read_call(unpacker: Unpacker) -> _Call:
 
 
 def _forward_fake(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Tensor, ...]:
-    x, family, acc = tensors.x, call.family, call.options.acc
+    x, family, acc = tensors.x, call.family, call.options.plan.acc
     S, T, _ = x.shape
     per_token = len(family.per_token) - family.internal
     results = (
@@ -191,24 +185,14 @@ def _forward_fake(tensors: _Tensors, call: _Call, shards: Shards | None) -> tupl
     return *results, *_empty_gradients(tensors, call.options, shards)
 
 
-def _empty_gradients(
-    tensors: _Tensors, options: _Options, shards: Shards | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, weight, plan, lengths = tensors.x, tensors.weight, options.plan, options.lengths
-    (S, T, H), V = x.shape, weight.shape[0]
-    dx = x.new_empty((S * T, H) if plan.need_dx else (0,), dtype=plan.compute)
-    # A single chunk needs no sum: the product rounds once, into the weight's dtype.
-    rows = sum(lengths) if lengths else S * T
-    several = rows * (V if shards is None else shards.widest) * plan.compute.itemsize > plan.budget
-    wide = weight.dtype != plan.compute or plan.compute == torch.float16 or (plan.fp32 and several)
-    only = 0 if several or shards is not None else rows
-    dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw, only)
-    return dx, dw, more, x.new_empty(V if plan.need_db else 0, dtype=options.acc)
+def _empty_gradients(tensors: _Tensors, options: _Options, shards: Shards | None) -> EarlyGradients:
+    visited = sum(options.lengths) if options.lengths else tensors.target.numel()
+    return empty_gradients(tensors.x, tensors.weight, options.plan, shards, visited)
 
 
 def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Tensor, ...]:
     options, family = call
-    dx, dw, more, db = _empty_gradients(tensors, options, shards)
+    places = _empty_gradients(tensors, options, shards)
     x, weight, target, plan, lengths = tensors.x, tensors.weight, tensors.target, options.plan, options.lengths
     batch = _Batch(tensors, options, family, shards)
     # Row capacity: a single part for all rows if possible, else whole tiles (128 rows), and at least one tile.
@@ -221,11 +205,10 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
     whole = Chunks(batch.head, target.view(-1), plan.ignore_index, known, plan.budget, shards)
     # All parts before the first product: the buffer must fit the largest chunk.
     parts = list(split_batch(whole, target, family.group_size(), lengths, plan.ignore_index, most))
-    weight_sums = weight_gradient.parts(dw, more) if plan.need_dw else None
-    gradients = Gradients(whole, dx if plan.need_dx else None, weight_sums, db if plan.need_db else None)
+    gradients = Gradients.from_places(whole, plan.needs, places)
     if not alone and counted < target.numel():
-        dx.zero_()  # no part writes the rows that are left out
-    room, size = weight_gradient.room(weight_sums), max((part.chunks.size for part in parts), default=0)
+        places.dx.zero_()  # no part writes the rows that are left out
+    room, size = whole.room, max((part.chunks.size for part in parts), default=0)
     room = empty_logits(size, weight.shape[0], x, plan.compute) if room is None else room
     # Too small a length would silently drop valid rows. The loss becomes NaN instead, decided on the device: the host
     # does not wait.
@@ -237,7 +220,7 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
         # A part without slopes, such as a part clipped throughout, has a zero gradient and needs no product.
         if all(s is None for s in slopes):
             if plan.need_dx:
-                dx[part.chunks.row_indices(0, part.chunks.visited)] = 0.0
+                places.dx[part.chunks.row_indices(0, part.chunks.visited)] = 0.0
             continue
         flat = [None if s is None else part.gather(s) for s in slopes]
         # Backwards, because the last chunk's logits are still in the buffer. A single-chunk part, the usual case, is
@@ -254,7 +237,7 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
     loss, *others = results.finish()
     if enough:
         loss = torch.where(enough[0] if len(enough) == 1 else torch.stack(enough).all(), loss, float("nan"))
-    return loss, *others, dx, dw, more, db
+    return loss, *others, *places
 
 
 class _Results:
@@ -413,7 +396,7 @@ class _Batch:
             rows = ref_x.reshape(target.numel(), ref_x.shape[-1])
             self.reference = Projection.cast(rows, ref_weight, ref_bias, compute)
         self.tensors = family.Tensors(**dict(zip(family.given, own, strict=True)))
-        self.target, self.shards, self.acc = target, shards, options.acc
+        self.target, self.shards, self.acc = target, shards, options.plan.acc
         self.ignore_index, self.transform = options.plan.ignore_index, options.transform
 
     def slice_rows(self, part: PartRows, t: Tensor) -> Tensor:
@@ -427,36 +410,6 @@ class _Batch:
             every = rows.index is None and rows.visited == tokens.shape[0]
             return tokens if every else tokens.index_select(0, part.sequences)
         return t.index_select(0, part.sequences)
-
-    def read(
-        self, chunks: Chunks, room: Tensor, results: tuple[Tensor | None, ...], stats: Tensor | None
-    ) -> Chunk | None:
-        """Write results for a part's rows, as `logprob_rows` does, and return the last chunk."""
-        along, total = results[1] is not None, results[4] is not None
-        own = None
-        if self.shards is not None:
-            own = room.new_empty(chunks.visited, columns(along, total), dtype=self.acc)
-        chunk = None
-        for chunk in chunks.iterate_forward(room):
-            if own is not None:
-                shard_statistics(chunk.logits, chunk.target, own[chunk.rows], *self.transform, along=along, total=total)
-                continue
-            places = tuple(None if t is None else t[chunk.rows] for t in results)
-            logprob_rows(
-                chunk.logits,
-                chunk.target,
-                places,
-                None if stats is None else stats[chunk.rows],
-                self.ignore_index,
-                *self.transform,
-            )
-        if self.shards is not None and own is not None and chunks.visited:
-            # The reference needs no statistics, but merging writes them.
-            stats = own.new_empty(chunks.visited, 3) if stats is None else stats
-            (labels,) = chunks.select(0, chunks.visited, chunks.target)
-            parts = self.shards.gather(own).wait()
-            merge_logprob(parts, labels, results, stats, self.shards.classes, *self.transform)
-        return chunk
 
     def forward(self, family: Family, part: PartRows, room: Tensor) -> tuple[_Values, Tensor, Chunk | None]:
         """Results from the part's logits, row statistics, and the last chunk, whose logits stay in the room."""
@@ -472,8 +425,10 @@ class _Batch:
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
             # The reference first: the policy's logits then stay in the buffer for the gradient.
-            self.read(part.chunks.with_head(self.reference), room, (reference, None, None, None, None), None)
-        last = self.read(part.chunks, room, (logprob, entropy, None, top1, mean), stats)
+            theirs = part.chunks.with_head(self.reference)
+            read_logprobs(theirs, room, (reference, None, None, None, None), None, self.ignore_index, self.transform)
+        results = logprob, entropy, None, top1, mean
+        last = read_logprobs(part.chunks, room, results, stats, self.ignore_index, self.transform)
         rows = iter(part.scatter(numbers).unbind())
         logprob, entropy, mean, reference = (next(rows) if one else None for one in wanted)
         assert logprob is not None
@@ -494,20 +449,7 @@ _fwd = LossOperator("token_loss_fwd", _Tensors, (_pack_call, _read_call), _forwa
 
 
 def _save(ctx: Any, tensors: _Tensors, call: _Call, output: tuple[Tensor, ...]) -> None:
-    x, weight, bias = tensors[:3]
-    ctx.needs, ctx.shape, ctx.grad_scale = call.options.plan.needs, x.shape, call.grad_scale(tensors.target)
-    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    ctx.save_for_backward(*output[4:])
+    save_gradients(ctx, tensors, call.options.plan, output[4:], grad_scale=call.grad_scale(tensors.target))
 
 
-def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Sequence[Tensor | None]:
-    if dloss is None:
-        return ()
-    # grad_scale kept fp16 gradients from underflowing; it is divided out with the upstream gradient, in fp32.
-    factor = dloss if ctx.grad_scale == 1.0 else dloss / ctx.grad_scale
-    dx, dw, more, db, *_ = ctx.saved_tensors
-    dx, dw, db = scale_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
-    return None if dx is None else dx.view(ctx.shape), dw, db
-
-
-_token_loss = make_differentiable(_fwd, _save, _backward, outputs=4, unsaved=(0, 1, 2))
+_token_loss = make_differentiable(_fwd, _save, scale_saved_gradients, outputs=4, unsaved=(0, 1, 2))

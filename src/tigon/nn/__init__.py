@@ -4,62 +4,6 @@ Parameters are initialised like the counterpart's. There are no modules for `rop
 `gated_linear`: a model calls those with its own modules' parameters.
 """
 
-from tigon.nn.layers import (
-    GEGLU,
-    DyT,
-    Embedding,
-    GroupNorm,
-    LayerNorm,
-    PolyNorm,
-    ReGLU,
-    ReLU2,
-    RMSNorm,
-    Softmax,
-    Sparsemax,
-    SwiGLU,
-)
-from tigon.nn.losses import (
-    CPOLoss,
-    CrossEntropyLoss,
-    DistillationLoss,
-    DPOLoss,
-    GRPOLoss,
-    JSDLoss,
-    KLDivLoss,
-    KTOLoss,
-    LinearCrossEntropyLoss,
-    ORPOLoss,
-    RLOOLoss,
-    SimPOLoss,
-    TopKDistillationLoss,
-    TVDLoss,
-)
+from tigon.lazy import attach
 
-__all__ = [
-    "GEGLU",
-    "CPOLoss",
-    "CrossEntropyLoss",
-    "DPOLoss",
-    "DistillationLoss",
-    "DyT",
-    "Embedding",
-    "GRPOLoss",
-    "GroupNorm",
-    "JSDLoss",
-    "KLDivLoss",
-    "KTOLoss",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "ORPOLoss",
-    "PolyNorm",
-    "RLOOLoss",
-    "RMSNorm",
-    "ReGLU",
-    "ReLU2",
-    "SimPOLoss",
-    "Softmax",
-    "Sparsemax",
-    "SwiGLU",
-    "TVDLoss",
-    "TopKDistillationLoss",
-]
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,16 +19,33 @@ from tigon.ops.rms_norm import rms_norm
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
 
+Shape = int | Sequence[int]
+Device = torch.device | str | None
 
-def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
+
+def _width(name: str, normalized_shape: Shape) -> int:
     sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if len(sizes) != 1:
         raise ValueError(f"{name}: normalized_shape must name the last dimension alone, got {sizes}.")
     return sizes[0]
 
 
-class RMSNorm(torch.nn.Module):
-    """`tigon.rms_norm` with a learned weight.
+class OptionsModule(torch.nn.Module):
+    """A module without parameters, with a function's keyword arguments as options, which its repr shows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+# -------------------------------------------------------------------------------------------------------------- norms
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`tigon.rms_norm` with a learned weight, in place of `torch.nn.RMSNorm` over the last dimension.
 
     Args:
         normalized_shape: width N of the last dimension, as N or (N,).
@@ -37,54 +54,25 @@ class RMSNorm(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        *,
-        offset: float = 0.0,
-        cast: Literal["llama", "gemma", "none"] = "llama",
-        device: torch.device | str | None = None,
+        self, normalized_shape: Shape, eps: float | None = None, elementwise_affine: bool = True, *,
+        offset: float = 0.0, cast: Literal["llama", "gemma", "none"] = "llama", device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps, self.offset, self.cast = eps, offset, cast
-        empty = torch.empty(_width("RMSNorm", normalized_shape), device=device, dtype=dtype)
-        self.weight = torch.nn.Parameter(empty) if elementwise_affine else None
-        self.reset_parameters()
+    ) -> None:  # fmt: skip
+        self.offset, self.cast = offset, cast  # first: torch's __init__ resets the weight
+        super().__init__(_width("RMSNorm", normalized_shape), eps, elementwise_affine, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        if self.weight is not None:
+        if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, cast=self.cast)
 
     def extra_repr(self) -> str:
-        width = None if self.weight is None else self.weight.shape[0]
-        return f"{width}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+        return f"{super().extra_repr()}, offset={self.offset}, cast={self.cast!r}"
 
 
-class _Affine(torch.nn.Module):
-    """A norm with a weight that starts at one and a bias that starts at zero, or without either."""
-
-    weight: torch.nn.Parameter | None
-    bias: torch.nn.Parameter | None
-
-    def _make(self, empty: Tensor | None, bias: bool) -> None:
-        """empty: (N,), the weight's memory, or None for neither."""
-        self.weight = None if empty is None else torch.nn.Parameter(empty)
-        self.bias = None if empty is None or not bias else torch.nn.Parameter(torch.empty_like(empty))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            torch.nn.init.ones_(self.weight)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
-
-
-class LayerNorm(_Affine):
+class LayerNorm(torch.nn.LayerNorm):
     """`tigon.layer_norm` with learned parameters, in place of `torch.nn.LayerNorm` over the last dimension.
 
     Args:
@@ -94,29 +82,17 @@ class LayerNorm(_Affine):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.normalized_shape, self.eps = _width("LayerNorm", normalized_shape), eps
-        empty = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
-        self._make(empty, bias)
+        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, *,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        width = _width("LayerNorm", normalized_shape)
+        super().__init__(width, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
-    def extra_repr(self) -> str:
-        affine, bias = self.weight is not None, self.bias is not None
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"
 
-
-class GroupNorm(_Affine):
+class GroupNorm(torch.nn.GroupNorm):
     """`tigon.group_norm` with learned parameters, in place of `torch.nn.GroupNorm`.
 
     Args:
@@ -126,26 +102,15 @@ class GroupNorm(_Affine):
     """
 
     def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        *,
-        device: torch.device | str | None = None,
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, *, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
+    ) -> None:  # fmt: skip
         if num_groups < 1 or num_channels % num_groups:
             raise ValueError(f"GroupNorm: num_groups must divide num_channels={num_channels}, got {num_groups}.")
-        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
-        self._make(torch.empty(num_channels, device=device, dtype=dtype) if affine else None, True)
+        super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.weight is not None}"
 
 
 class DyT(torch.nn.Module):
@@ -158,21 +123,14 @@ class DyT(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        init_alpha: float = 0.5,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
+        self, normalized_shape: Shape, init_alpha: float = 0.5, bias: bool = True, *, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.init_alpha = init_alpha
+        self.init_alpha, width = init_alpha, _width("DyT", normalized_shape)
         self.alpha = torch.nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        width = _width("DyT", normalized_shape)
         self.weight = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype))
-        empty = torch.empty(width, device=device, dtype=dtype) if bias else None
-        self.bias = None if empty is None else torch.nn.Parameter(empty)
+        self.bias = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -195,9 +153,7 @@ class PolyNorm(torch.nn.Module):
         eps: as in `tigon.poly_norm`.
     """
 
-    def __init__(
-        self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, eps: float = 1e-6, *, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.empty(3, device=device, dtype=dtype))
@@ -215,57 +171,60 @@ class PolyNorm(torch.nn.Module):
         return f"eps={self.eps}"
 
 
-class SwiGLU(torch.nn.Module):
-    """silu(gate) · up: forward(gate, up), or forward(gate_up) with both halves packed. See `tigon.swiglu`."""
+# -------------------------------------------------------------------------------------------------------- activations
 
-    def __init__(self, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
-        super().__init__()
-        self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
+
+class _Gated(OptionsModule):
+    """act(gate) · up: forward(gate, up), or forward(gate_up) with both halves packed."""
+
+    function: ClassVar[Callable[..., Tensor]]
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        return swiglu(gate, up, **self.multipliers)
+        return type(self).function(gate, up, **self.options)
 
 
-class GEGLU(torch.nn.Module):
+class SwiGLU(_Gated):
+    """silu(gate) · up: forward(gate, up), or forward(gate_up) with both halves packed. See `tigon.swiglu`."""
+
+    function = staticmethod(swiglu)
+
+    def __init__(self, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
+        super().__init__(gate_multiplier=gate_multiplier, multiplier=multiplier)
+
+
+class GEGLU(_Gated):
     """gelu(gate) · up: forward(gate, up), or forward(gate_up) with both halves packed. See `tigon.geglu`."""
+
+    function = staticmethod(geglu)
 
     def __init__(
         self, approximate: Literal["tanh", "none"] = "tanh", *, gate_multiplier: float = 1.0, multiplier: float = 1.0
     ) -> None:
-        super().__init__()
-        self.approximate = approximate
-        self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
-
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        return geglu(gate, up, approximate=self.approximate, **self.multipliers)
+        super().__init__(approximate=approximate, gate_multiplier=gate_multiplier, multiplier=multiplier)
 
 
-class ReGLU(torch.nn.Module):
+class ReGLU(_Gated):
     """relu(gate) · up, or relu(gate)² · up where squared: forward(gate, up), or forward(gate_up) with both halves
     packed. See `tigon.reglu`.
     """
 
+    function = staticmethod(reglu)
+
     def __init__(self, squared: bool = False, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
-        super().__init__()
-        self.squared = squared
-        self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
-
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        return reglu(gate, up, squared=self.squared, **self.multipliers)
+        super().__init__(squared=squared, gate_multiplier=gate_multiplier, multiplier=multiplier)
 
 
-class ReLU2(torch.nn.Module):
+class ReLU2(OptionsModule):
     """relu(x)² · multiplier. See `tigon.relu2`."""
 
     def __init__(self, *, multiplier: float = 1.0) -> None:
-        super().__init__()
-        self.multiplier = multiplier
+        super().__init__(multiplier=multiplier)
 
     def forward(self, x: Tensor) -> Tensor:
-        return relu2(x, multiplier=self.multiplier)
+        return relu2(x, **self.options)
 
 
-class Softmax(torch.nn.Module):
+class Softmax(OptionsModule):
     """`tigon.softmax` over `dim`, in place of `torch.nn.Softmax`: forward(x, mask).
 
     Args:
@@ -273,31 +232,23 @@ class Softmax(torch.nn.Module):
     """
 
     def __init__(self, dim: int, *, scale: float = 1.0, causal: bool = False) -> None:
-        super().__init__()
-        self.dim, self.scale, self.causal = dim, scale, causal
+        super().__init__(dim=dim, scale=scale, causal=causal)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"
+        return softmax(x, mask=mask, **self.options)
 
 
-class Sparsemax(torch.nn.Module):
+class Sparsemax(OptionsModule):
     """`tigon.sparsemax` over `dim`."""
 
     def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
+        super().__init__(dim=dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sparsemax(x, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
+        return sparsemax(x, **self.options)
 
 
-class Embedding(torch.nn.Module):
+class Embedding(torch.nn.Embedding):
     """`tigon.embedding` with a learned weight, in place of `torch.nn.Embedding`: forward(input).
 
     Args:
@@ -306,27 +257,10 @@ class Embedding(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        *,
-        device: torch.device | str | None = None,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.padding_idx = padding_idx
-        self.weight = torch.nn.Parameter(torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.normal_(self.weight)
-        if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx] = 0
+    ) -> None:  # fmt: skip
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return embedding(input, self.weight, padding_idx=self.padding_idx)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}"

@@ -1,10 +1,12 @@
 """Losses as modules with fixed options; a call takes the tensors, and the numbers that belong to the batch.
 
-Losses of a head share `_HeadLoss`: a frozen options object, and how the tokens are walked over.
+Losses of a head share `_HeadLoss`: a frozen options object, and how the tokens are walked over. Losses between two
+distributions share `_Divergence`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, Literal, SupportsInt, TypeVar
@@ -19,6 +21,7 @@ from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.options import check_choice, check_positive, check_share
 from tigon.losses.policy import GRPO, RLOO, grpo, rloo
 from tigon.losses.preference import CPO, DPO, KTO, ORPO, SimPO, cpo, dpo, kto, orpo, simpo
+from tigon.nn.layers import OptionsModule
 from tigon.ops.cross_entropy import CrossEntropy, cross_entropy
 from tigon.ops.divergence import REDUCTIONS, jsd, kl_div, tvd
 
@@ -27,15 +30,7 @@ Reduction = Literal["batchmean", "mean", "sum", "rows"]
 Config = TypeVar("Config")
 
 
-class _Loss(torch.nn.Module):
-    """A loss with fixed options, shown in its repr."""
-
-    def extra_repr(self) -> str:
-        shown = {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "training"}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-class CrossEntropyLoss(_Loss):
+class CrossEntropyLoss(OptionsModule):
     """`tigon.cross_entropy` with fixed options: forward(logits, target).
 
     Args:
@@ -50,17 +45,32 @@ class CrossEntropyLoss(_Loss):
         self, weight: Tensor | None = None, *, config: CrossEntropy | None = None, inplace: bool = False,
         details: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(config=config or CrossEntropy(), inplace=inplace, details=details)
         self.register_buffer("weight", weight)
-        self.config, self.inplace, self.details = config or CrossEntropy(), inplace, details
 
     def forward(self, logits: Tensor, target: Tensor, *, divisor: Tensor | float | None = None) -> Any:
-        config = self.config if divisor is None else replace(self.config, divisor=divisor)
-        options = {"config": config, "inplace": self.inplace, "details": self.details}
-        return cross_entropy(logits, target, self.weight, **options)  # type: ignore[call-overload]
+        options = self.options
+        if divisor is not None:
+            options = {**options, "config": replace(options["config"], divisor=divisor)}
+        return cross_entropy(logits, target, self.weight, **options)
 
 
-class KLDivLoss(_Loss):
+class _Divergence(OptionsModule):
+    """A divergence with fixed options: forward(input, target, mask)."""
+
+    function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, reduction: Reduction, temperature: float | None, **options: float) -> None:
+        name = type(self).__name__
+        check_choice(name, "reduction", reduction, REDUCTIONS)
+        check_positive(name, temperature=temperature)
+        super().__init__(reduction=reduction, temperature=temperature, **options)
+
+    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        return type(self).function(input, target, mask=mask, **self.options)
+
+
+class KLDivLoss(_Divergence):
     """`tigon.kl_div` with fixed options: forward(input, target, mask).
 
     Args:
@@ -69,25 +79,15 @@ class KLDivLoss(_Loss):
         temperature: both sides are logits, which are divided by temperature and softmaxed here; None: they are not.
     """
 
+    function = staticmethod(kl_div)
+
     def __init__(
-        self,
-        *,
-        reduction: Reduction = "mean",
-        log_target: bool = False,
-        temperature: float | None = None,
+        self, *, reduction: Reduction = "mean", log_target: bool = False, temperature: float | None = None
     ) -> None:
-        super().__init__()
-        check_choice("KLDivLoss", "reduction", reduction, REDUCTIONS)
-        check_positive("KLDivLoss", temperature=temperature)
-        self.reduction, self.log_target, self.temperature = reduction, log_target, temperature
-
-    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        return kl_div(
-            input, target, reduction=self.reduction, log_target=self.log_target, temperature=self.temperature, mask=mask
-        )
+        super().__init__(reduction, temperature, log_target=log_target)
 
 
-class JSDLoss(_Loss):
+class JSDLoss(_Divergence):
     """`tigon.jsd` with fixed options: forward(input, target, mask).
 
     Args:
@@ -96,24 +96,16 @@ class JSDLoss(_Loss):
         temperature: both sides are logits, which are divided by temperature and softmaxed here; None: they are not.
     """
 
+    function = staticmethod(jsd)
+
     def __init__(
-        self,
-        *,
-        beta: float = 0.5,
-        reduction: Reduction = "batchmean",
-        temperature: float | None = None,
+        self, *, beta: float = 0.5, reduction: Reduction = "batchmean", temperature: float | None = None
     ) -> None:
-        super().__init__()
-        check_choice("JSDLoss", "reduction", reduction, REDUCTIONS)
         check_share("JSDLoss", beta=beta)
-        check_positive("JSDLoss", temperature=temperature)
-        self.beta, self.reduction, self.temperature = beta, reduction, temperature
-
-    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        return jsd(input, target, beta=self.beta, reduction=self.reduction, temperature=self.temperature, mask=mask)
+        super().__init__(reduction, temperature, beta=beta)
 
 
-class TVDLoss(_Loss):
+class TVDLoss(_Divergence):
     """`tigon.tvd` with fixed options: forward(input, target, mask).
 
     Args:
@@ -121,22 +113,13 @@ class TVDLoss(_Loss):
         temperature: both sides are logits, which are divided by temperature and softmaxed here; None: they are not.
     """
 
-    def __init__(
-        self,
-        *,
-        reduction: Reduction = "batchmean",
-        temperature: float | None = None,
-    ) -> None:
-        super().__init__()
-        check_choice("TVDLoss", "reduction", reduction, REDUCTIONS)
-        check_positive("TVDLoss", temperature=temperature)
-        self.reduction, self.temperature = reduction, temperature
+    function = staticmethod(tvd)
 
-    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        return tvd(input, target, reduction=self.reduction, temperature=self.temperature, mask=mask)
+    def __init__(self, *, reduction: Reduction = "batchmean", temperature: float | None = None) -> None:
+        super().__init__(reduction, temperature)
 
 
-class _HeadLoss(_Loss, Generic[Config]):
+class _HeadLoss(OptionsModule, Generic[Config]):
     """A head's loss with fixed options: forward takes the tensors of `function`, in the same order.
 
     Args:
@@ -148,82 +131,66 @@ class _HeadLoss(_Loss, Generic[Config]):
     """
 
     function: ClassVar[Callable[..., Any]]
-    options: ClassVar[type[Any]]
-    config: Config
+    defaults: ClassVar[Any]
+
+    def __init_subclass__(cls, function: Callable[..., Any], **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.function, cls.defaults = staticmethod(function), inspect.signature(function).parameters["config"].default
 
     def __init__(self, config: Config | None = None, chunks: ChunkOptions = ChunkOptions()) -> None:
-        super().__init__()
-        if config is not None and not isinstance(config, self.options):
-            name, kind = type(self).__name__, self.options.__name__
+        config = self.defaults if config is None else config
+        if not isinstance(config, type(self.defaults)):
+            name, kind = type(self).__name__, type(self.defaults).__name__
             raise ValueError(f"{name}: config must be a {kind}, got {config!r}.")
-        self.config, self.chunks = self.options() if config is None else config, chunks
+        super().__init__(config=config, chunks=chunks)
 
     def forward(
         self, x: Tensor, head: AnyHead, *tensors: Any, valid_tokens: SupportsInt | Iterable[int] | None = None,
         **of_batch: Any,
     ) -> Any:  # fmt: skip
-        fields = {name: of_batch.pop(name) for name in self.options.__dataclass_fields__ if name in of_batch}
+        config, chunks = self.options["config"], self.options["chunks"]
+        fields = {name: of_batch.pop(name) for name in config.__dataclass_fields__ if name in of_batch}
         fields = {name: value for name, value in fields.items() if value is not None}
-        config = replace(self.config, **fields) if fields else self.config  # type: ignore[type-var]
-        chunks = self.chunks if valid_tokens is None else replace(self.chunks, valid_tokens=valid_tokens)
+        config = replace(config, **fields) if fields else config
+        chunks = chunks if valid_tokens is None else replace(chunks, valid_tokens=valid_tokens)
         return type(self).function(x, head, *tensors, config=config, chunks=chunks, **of_batch)
 
 
-class LinearCrossEntropyLoss(_HeadLoss[CrossEntropy]):
+class LinearCrossEntropyLoss(_HeadLoss[CrossEntropy], function=linear_cross_entropy):
     """`tigon.linear_cross_entropy` with fixed options: forward(x, head, target)."""
 
-    function, options = staticmethod(linear_cross_entropy), CrossEntropy
 
-
-class GRPOLoss(_HeadLoss[GRPO]):
+class GRPOLoss(_HeadLoss[GRPO], function=grpo):
     """`tigon.losses.grpo` with fixed options: forward(x, head, target, rollout)."""
 
-    function, options = staticmethod(grpo), GRPO
 
-
-class RLOOLoss(_HeadLoss[RLOO]):
+class RLOOLoss(_HeadLoss[RLOO], function=rloo):
     """`tigon.losses.rloo` with fixed options: forward(x, head, target, rollout)."""
 
-    function, options = staticmethod(rloo), RLOO
 
-
-class DPOLoss(_HeadLoss[DPO]):
+class DPOLoss(_HeadLoss[DPO], function=dpo):
     """`tigon.losses.dpo` with fixed options: forward(x, head, target, ref)."""
 
-    function, options = staticmethod(dpo), DPO
 
-
-class ORPOLoss(_HeadLoss[ORPO]):
+class ORPOLoss(_HeadLoss[ORPO], function=orpo):
     """`tigon.losses.orpo` with fixed options: forward(x, head, target, completion_mask)."""
 
-    function, options = staticmethod(orpo), ORPO
 
-
-class CPOLoss(_HeadLoss[CPO]):
+class CPOLoss(_HeadLoss[CPO], function=cpo):
     """`tigon.losses.cpo` with fixed options: forward(x, head, target)."""
 
-    function, options = staticmethod(cpo), CPO
 
-
-class SimPOLoss(_HeadLoss[SimPO]):
+class SimPOLoss(_HeadLoss[SimPO], function=simpo):
     """`tigon.losses.simpo` with fixed options: forward(x, head, target)."""
 
-    function, options = staticmethod(simpo), SimPO
 
-
-class KTOLoss(_HeadLoss[KTO]):
+class KTOLoss(_HeadLoss[KTO], function=kto):
     """`tigon.losses.kto` with fixed options: forward(x, head, target, unpaired)."""
 
-    function, options = staticmethod(kto), KTO
 
-
-class DistillationLoss(_HeadLoss[Distill]):
+class DistillationLoss(_HeadLoss[Distill], function=distill):
     """`tigon.losses.distill` with fixed options: forward(x, head, teacher, target)."""
 
-    function, options = staticmethod(distill), Distill
 
-
-class TopKDistillationLoss(_HeadLoss[DistillTopK]):
+class TopKDistillationLoss(_HeadLoss[DistillTopK], function=distill_topk):
     """`tigon.losses.distill_topk` with fixed options: forward(x, head, teacher, target)."""
-
-    function, options = staticmethod(distill_topk), DistillTopK

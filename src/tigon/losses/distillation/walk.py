@@ -9,7 +9,7 @@ for each chunk of rows:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,13 +18,12 @@ from torch import Tensor
 from tigon.losses.distillation import heads, topk
 from tigon.losses.distillation.formula import Formula, Kind, Rest, Transform, Weights
 from tigon.losses.distillation.rows import Rows, TopK
+from tigon.losses.early_gradients import empty_gradients, save_gradients, scale_saved_gradients
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients
 from tigon.losses.head.head import Projection, logit_bytes
-from tigon.losses.head.upstream import scale_gradients
 from tigon.losses.head.vocabulary_parallel import Shards
-from tigon.losses.inputs import WalkPlan
+from tigon.losses.inputs import WalkPlan, make_chunks
 from tigon.losses.operator import LossOperator, make_differentiable, record
-from tigon.ops.linear import weight_gradient
 from tigon.ops.linear.padded_product import empty_logits
 
 
@@ -77,10 +76,6 @@ class Options(NamedTuple):
         # the narrowed gradient for wide logits.
         return max(1, self.plan.budget * self.logit_bytes // (self.logit_bytes + self.teacher_logits.itemsize))
 
-    @property
-    def acc(self) -> torch.dtype:
-        return torch.promote_types(self.plan.compute, torch.float32)
-
     def factors(self, classes: int) -> Factors:
         unit = self.unit / classes if self.per_class else self.unit
         # dz for a divergence on softmax(z / τ) is slope / τ. The cross entropy has temperature 1 and no such factor.
@@ -104,59 +99,29 @@ class Factors(NamedTuple):
     grad_scale: float = 1.0
 
 
-class Results(NamedTuple):
-    """The operator's results: three losses, 0-d, and gradients, empty where not needed."""
-
-    loss: Tensor
-    soft: Tensor
-    hard: Tensor
-    dx: Tensor
-    dw: Tensor
-    more: Tensor  # the second tensor for dW's sum: see `weight_gradient.places`
-    db: Tensor
-
-
 def _count_classes(weight: Tensor, shards: Shards | None) -> int:
     return weight.shape[0] if shards is None else shards.classes
 
 
-def _forward_fake(tensors: Tensors, options: Options, shards: Shards | None) -> Results:
-    x, weight, plan, acc = tensors.x, tensors.weight, options.plan, options.acc
-    (V, H), rows = weight.shape, x.shape[0]
-    loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
-    dx = x.new_empty((rows, H) if plan.need_dx else (0,), dtype=plan.compute)
-    # The rule by which `Chunks` leaves rows out: a single chunk there has to be a single product here. On a CPU the
-    # walk may later count fewer rows, and dW is then wider than necessary.
-    visited = rows if plan.valid < 0 or plan.valid > rows else plan.valid
-    one = visited * (V if shards is None else shards.widest) * options.logit_bytes <= options.share
-    # A single chunk with a folded divisor is a single product, which rounds once. "sum" stays wide: the divisor arrives
-    # with the upstream gradient and would round a second time.
-    several = tensors.inverse is None or not one
-    wide = weight.dtype != plan.compute or plan.compute == torch.float16 or (plan.fp32 and several)
-    only = visited if one and shards is None and options.logits == plan.compute else 0
-    dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw, only)
-    return Results(loss, soft, hard, dx, dw, more, x.new_empty(V if plan.need_db else 0, dtype=acc))
+def _forward_fake(tensors: Tensors, options: Options, shards: Shards | None) -> tuple[Tensor, ...]:
+    """Three losses, 0-d, and the gradients."""
+    x, weight, plan = tensors.x, tensors.weight, options.plan
+    gradients = empty_gradients(
+        x, weight, plan, shards, plan.count_visited(x.shape[0]), needs_sum=tensors.inverse is None,
+        class_bytes=options.logit_bytes, budget=options.share,
+    )  # fmt: skip
+    return *(x.new_empty((), dtype=plan.acc) for _ in range(3)), *gradients
 
 
-def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> Results:
-    # The fake allocates the results, so a traced graph and a launch cannot disagree about shapes and dtypes.
-    results, plan = _forward_fake(tensors, options, shards), options.plan
-    x, target, inverse, valid = tensors.x, tensors.target, tensors.inverse, plan.valid
-    if target is not None and valid < 0 and x.device.type == "cpu":
-        valid = int((target != plan.ignore_index).sum())  # on the CPU the count costs no synchronisation
-    # Without targets every row counts: an expanded zero serves as all labels.
-    labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
-    # Rows are left out only where the host knows the valid count: shapes may not depend on device values.
-    known = None if target is None or valid < 0 else valid
-    head = Projection.cast(x, tensors.weight, tensors.bias, plan.compute)
-    sums = weight_gradient.parts(results.dw, results.more) if plan.need_dw else None
-    room = weight_gradient.room(sums)
-    chunks = Chunks(head, labels, plan.ignore_index, known, options.share, shards, options.logits, room)
+def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> tuple[Tensor, ...]:
+    loss, soft, hard, *places = _forward_fake(tensors, options, shards)
+    x, target, inverse, plan = tensors.x, tensors.target, tensors.inverse, options.plan
+    chunks = make_chunks(x, tensors.weight, tensors.bias, target, plan, shards, options.share, options.logits)
     # Each program writes its row's loss, summed at the end in a fixed order, hence the same bits on every run; atomics
     # would not guarantee that.
-    soft_rows = x.new_empty(chunks.visited, dtype=results.loss.dtype)
+    soft_rows = x.new_empty(chunks.visited, dtype=plan.acc)
     hard_rows = torch.empty_like(soft_rows) if options.hard_weight else None
-    gradients = Gradients(chunks, results.dx if plan.need_dx else None, sums, results.db if plan.need_db else None)
+    gradients = Gradients.from_places(chunks, plan.needs, places)
     unit, weights, _ = options.factors(_count_classes(tensors.weight, shards))
     formula = Formula(
         options.kind, options.rest, options.beta, options.temperature, weights, plan.ignore_index,
@@ -176,13 +141,13 @@ def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> Resul
         gradients.add(chunks.narrow(chunk) if gradients else chunk)
     gradients.finish()
     over: Tensor | float = 1.0 if inverse is None else inverse
-    torch.mul(heads.sum_over_devices(soft_rows, formula, shards).sum() * unit, over, out=results.soft)
+    torch.mul(heads.sum_over_devices(soft_rows, formula, shards).sum() * unit, over, out=soft)
     if hard_rows is None:
-        results.hard.zero_()
+        hard.zero_()
     else:
-        torch.mul(hard_rows.sum(), over, out=results.hard)
-    torch.add(results.soft * (1 - options.hard_weight), results.hard, alpha=options.hard_weight, out=results.loss)
-    return results
+        torch.mul(hard_rows.sum(), over, out=hard)
+    torch.add(soft * (1 - options.hard_weight), hard, alpha=options.hard_weight, out=loss)
+    return loss, soft, hard, *places
 
 
 def _with_teacher(chunks: Chunks, tensors: Tensors, options: Options) -> Iterator[tuple[Chunk, Tensor | TopK]]:
@@ -207,23 +172,8 @@ _fwd = LossOperator("distill_fwd", Tensors, Options, _forward_fake, _forward, 7)
 
 
 def _save(ctx: Any, tensors: Tensors, options: Options, output: tuple[Tensor, ...]) -> None:
-    results = Results(*output)
-    ctx.needs = options.plan.needs
-    ctx.dtypes = tensors.x.dtype, tensors.weight.dtype, None if tensors.bias is None else tensors.bias.dtype
-    ctx.grad_scale = options.factors(_count_classes(tensors.weight, ctx.shards)).grad_scale
-    # The gradients are saved, not the inputs: backward only scales them. fp16 still needs the divisor.
-    inverse = tensors.inverse if options.plan.compute == torch.float16 else None
-    ctx.save_for_backward(results.dx, results.dw, results.more, results.db, inverse)
+    grad_scale = options.factors(_count_classes(tensors.weight, ctx.shards)).grad_scale
+    save_gradients(ctx, tensors, options.plan, output[3:], inverse=tensors.inverse, grad_scale=grad_scale)
 
 
-def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Sequence[Tensor | None]:
-    if dloss is None:
-        return ()
-    dx, dw, more, db, inverse, *_ = ctx.saved_tensors
-    factor = dloss if inverse is None else dloss * inverse
-    # Applied to the fp32 factor rather than the gradients, which would leave fp16's range again.
-    factor = factor if ctx.grad_scale == 1.0 else factor / ctx.grad_scale
-    return scale_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
-
-
-distill_rows = make_differentiable(_fwd, _save, _backward, outputs=3, unsaved=(0, 1, 2))
+distill_rows = make_differentiable(_fwd, _save, scale_saved_gradients, outputs=3, unsaved=(0, 1, 2))

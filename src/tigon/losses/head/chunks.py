@@ -24,7 +24,8 @@ from tigon.losses.head.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.linear import weight_gradient
 from tigon.ops.linear.chunk_size import chunk_rows
 from tigon.ops.linear.padded_product import empty_logits
-from tigon.ops.shard_statistics import columns, shard_statistics
+from tigon.ops.logprob import logprob_rows
+from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
 from tigon.ops.targets import as_labels
 
 
@@ -152,14 +153,16 @@ class Chunks:
         budget: logits bytes per chunk.
         shards: this device's classes, if the head is split over several devices.
         dtype: the logits' dtype; the compute dtype by default.
-        room: where the logits are computed, if they must lie in a given buffer.
+
+    `room`, if set, is the buffer in which the logits must lie.
     """
 
     def __init__(
         self, head: Projection, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
-        shards: Shards | None = None, dtype: torch.dtype | None = None, room: Tensor | None = None,
+        shards: Shards | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.head, self.target, self.shards, self.room = head, target, shards, room
+        self.head, self.target, self.shards = head, target, shards
+        self.room: Tensor | None = None
         self.dtype = head.x.dtype if dtype is None else dtype
         # Second buffer, allocated on first use: the gradient of wide logits, narrowed for the products.
         self._narrow: Tensor | None = None
@@ -301,6 +304,35 @@ class Chunks:
         return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
 
+def read_logprobs(
+    chunks: Chunks, room: Tensor, results: Sequence[Tensor | None], stats: Tensor | None, ignore_index: int,
+    transform: tuple[float, float, float],
+) -> Chunk | None:  # fmt: skip
+    """Write results and statistics for the walk's rows, as `logprob_rows` does; return the last chunk.
+
+    transform: temperature, softcap, scale. Over several devices there is one exchange, at the end of the walk.
+    """
+    along, total, shards = results[1] is not None, results[4] is not None, chunks.shards
+    own = chunk = None
+    if shards is not None:
+        dtype = torch.promote_types(chunks.head.x.dtype, torch.float32)
+        own = room.new_empty(chunks.visited, columns(along, total), dtype=dtype)
+    for chunk in chunks.iterate_forward(room):
+        rows = chunk.rows
+        if own is not None:
+            shard_statistics(chunk.logits, chunk.target, own[rows], *transform, along=along, total=total)
+            continue
+        places = tuple([None if t is None else t[rows] for t in results])
+        own_stats = None if stats is None else stats[rows]
+        logprob_rows(chunk.logits, chunk.target, places, own_stats, ignore_index, *transform)
+    if shards is not None and own is not None and chunks.visited:
+        # The backward pass alone needs statistics, but merging writes them.
+        stats = own.new_empty(chunks.visited, 3) if stats is None else stats
+        (labels,) = chunks.select(0, chunks.visited, chunks.target)
+        merge_logprob(shards.gather(own).wait(), labels, tuple(results), stats, shards.classes, *transform)
+    return chunk
+
+
 class Gradients:
     """dx, dW and db for a walk: three products with each chunk's dlogits. A gradient that is None skips the product.
 
@@ -324,6 +356,17 @@ class Gradients:
             dx.zero_()
         if db is not None:
             db.zero_()
+
+    @classmethod
+    def from_places(cls, walk: Chunks, needs: Sequence[bool], places: Sequence[Tensor]) -> Gradients:
+        """Write the needed gradients to places: dx, dW in the tensors of `weight_gradient.places`, and db.
+
+        The only chunk's logits may have to lie in dW's memory: sets `walk.room`.
+        """
+        dx, dw, more, db = places
+        sums = weight_gradient.parts(dw, more) if needs[1] else None
+        walk.room = weight_gradient.room(sums)
+        return cls(walk, dx if needs[0] else None, sums, db if needs[2] else None)
 
     def __bool__(self) -> bool:
         """Whether any gradient is wanted."""
