@@ -6,13 +6,13 @@ import re
 import pytest
 
 from tigon import rank
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 
 NAMES = [(module, name) for module in (rank.losses, rank.metrics) for name in module.__all__]
 
 
 def test_the_public_names_are_the_modules():
-    assert set(homes_of("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
+    assert set(find_homes("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
     public = {name for module in (rank.losses, rank.metrics) for name, value in vars(module).items()
               if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"}  # fmt: skip
     assert public <= {name for _, name in NAMES}
