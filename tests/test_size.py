@@ -12,9 +12,9 @@ LINES = {  # to the next 50
     "src/tigon/cli": 3500,
     "src/tigon/compress": 2700,
     "src/tigon/data": 1250,
-    "src/tigon/fusion": 9300,
+    "src/tigon/fusion": 9150,
     "src/tigon/graph": 1450,
-    "src/tigon/integrations": 3850,
+    "src/tigon/integrations": 3750,
     "src/tigon/kernels": 1850,
     "src/tigon/losses": 8700,
     "src/tigon/nn": 650,
@@ -22,7 +22,7 @@ LINES = {  # to the next 50
     "src/tigon/rank": 16650,
     "src/tigon/retrieve": 19150,
     "src/tigon/training": 2550,
-    "tests": 66500,
+    "tests": 64950,
     "benchmarks": 15650,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -139,7 +139,10 @@ class Ledger:
         why: a clause.
         """
         if not torch.compiler.is_compiling():
-            self.fallbacks.setdefault((kind, key), Counter())[why] += 1
+            reasons = self.fallbacks.get((kind, key))
+            if reasons is None:
+                reasons = self.fallbacks[kind, key] = Counter()
+            reasons[why] += 1
 
     @property
     def unfused_heads(self) -> dict[str, int]:
