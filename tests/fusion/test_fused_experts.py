@@ -247,29 +247,6 @@ def test_narrow_numbers_are_no_worse(autocast):
         assert fusion.report().calls == {"experts": 2}
 
 
-def test_adapters_on_the_stacked_weights_take_part():
-    """PEFT puts LoRA on parameters by parametrizing the module while it runs."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        init_lora_weights=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, inputs = peft.get_peft_model(build("qwen3_moe"), config), batch("qwen3_moe")
-    plain, plain_grads = step(model, inputs)
-    assert any("experts" in n and "lora" in n for n in plain_grads)
-    with tigon.fuse(model) as fusion:
-        fused, fused_grads = step(model, inputs)
-        assert fusion.report().calls["experts"] == 2
-    torch.testing.assert_close(fused.loss, plain.loss, rtol=2e-6, atol=0)
-    assert_close(fused_grads, plain_grads)
-    with tigon.fuse(model), model.disable_adapter():
-        disabled = model(**inputs).loss
-    with model.disable_adapter():
-        torch.testing.assert_close(disabled, model(**inputs).loss, rtol=2e-6, atol=0)
-    assert not torch.allclose(disabled, plain.loss, rtol=1e-4)
-
-
 def test_an_implementation_that_is_set_after_fuse_is_obeyed():
     model, inputs = build("mixtral"), batch("mixtral")
     before = model.config._experts_implementation
