@@ -14,13 +14,13 @@ from ops_table import OPS
 from ops_table.row import Replaced, sample
 
 import tigon
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 from tigon.ops.gated_linear import gated_linear
 from tigon.ops.linear.adapters import gated_lora_linear
 from tigon.retrieve.training.over_items import item_softmax
 
 ROOMS = ("tigon.ops.", "tigon.losses.", "tigon.rank.kernels.", "tigon.retrieve.scan")
-HOMES = {n: home for n, home in homes_of("tigon").items() if home.startswith(ROOMS)}
+HOMES = {n: home for n, home in find_homes("tigon").items() if home.startswith(ROOMS)}
 FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
 OPERATORS = {
     **FUNCTIONS,

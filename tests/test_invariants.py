@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.retrieve
 from tigon.kernels import dispatch as backend_module
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 
 CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
 EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)
@@ -853,7 +853,7 @@ def test_sentences_that_say_too_little_are_found():
 
 def test_every_public_operator_is_in_the_table():
     homes = ("tigon.ops.", "tigon.losses.", "tigon.rank.kernels.")
-    public = {name for name, home in homes_of("tigon").items() if home.startswith(homes)}
+    public = {name for name, home in find_homes("tigon").items() if home.startswith(homes)}
     public -= {"lora_linear"}  # a group of layers: ops/test_lora_linear.py
     functions = {name for name in public if inspect.isfunction(getattr(tigon, name))}
     assert functions <= {op.name for op in OPS} | set(WITHOUT_A_ROW) | set(OF_TORCH)

@@ -8,7 +8,7 @@ import torch
 
 import tigon
 from tigon.graph import __all__ as graphs
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 from tigon.training import __all__ as optimizers
 
 PUBLIC = (
@@ -21,7 +21,7 @@ PUBLIC = (
     "tigon.data",
     "tigon.rank.models.prompt",
 )
-PACKAGES = {package: homes_of(package) for package in PUBLIC}
+PACKAGES = {package: find_homes(package) for package in PUBLIC}
 PACKAGES["tigon.training"] = dict.fromkeys(optimizers, "tigon.training")
 PACKAGES["tigon.graph"] = dict.fromkeys(graphs, "tigon.graph")
 MOST = 6

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction")  # torch warns about kl_div's default
 
-SHARED = [name for name in homes_of("tigon") if callable(getattr(F, name, None))]
+SHARED = [name for name in find_homes("tigon") if callable(getattr(F, name, None))]
 MODULES = [name for name in tigon.nn.__all__ if hasattr(torch.nn, name)]
 
 

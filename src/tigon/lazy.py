@@ -21,7 +21,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             package's own modules are `from PACKAGE import module as module`.
     """
     module = sys.modules[package]
-    homes = homes_of(package)
+    homes = find_homes(package)
 
     def __getattr__(name: str) -> Any:
         home = homes.get(name)
@@ -37,7 +37,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     return __getattr__, lambda: sorted({*vars(module), *names}), names
 
 
-def homes_of(package: str) -> dict[str, str]:
+def find_homes(package: str) -> dict[str, str]:
     """A lazy package's public names, each with the module that defines the name."""
     stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))

@@ -10,7 +10,7 @@ from cases.inputs import DTYPES
 from harness.runner import Case, check
 
 import tigon
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 
 CPU = torch.device("cpu")
 # A few rows and columns more than are compared at a time.
@@ -58,7 +58,7 @@ def test_bytes_are_those_counted_by_hand(op, shape, floor_ms):
 
 def test_every_public_operator_has_a_case():
     rooms = ("tigon.ops.", "tigon.losses.", "tigon.rank.kernels.", "tigon.retrieve.scan")
-    public = {name for name, home in homes_of("tigon").items() if home.startswith(rooms)}
+    public = {name for name, home in find_homes("tigon").items() if home.startswith(rooms)}
     public -= {"gated_mlp", "lora_linear"}  # whole layers, timed by models.py
     public = {name for name in public if inspect.isfunction(getattr(tigon, name))}
     public -= {"dequantize_4bit", "filtered_topk", "encode_items", "quantize_rows"}  # codes, and search.py's

@@ -9,7 +9,7 @@ import torch
 
 import tigon as library
 from tigon.cli import checks, doctor
-from tigon.lazy import homes_of
+from tigon.lazy import find_homes
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_doctor_runs_whatever_is_set(tigon, variables, expected):
 
 def test_doctor_checks_every_operator_and_prints_json(tigon):
     found = json.loads(tigon("doctor", "--json", "--check", CUDA_VISIBLE_DEVICES="").ok().out)
-    homes = homes_of("tigon").items()
+    homes = find_homes("tigon").items()
     rooms = ("tigon.ops.", "tigon.losses.", "tigon.rank.kernels.")
     public = {name for name, home in homes if home.startswith(rooms) and not home.startswith("tigon.ops.linear.")}
     public = {name for name in public if inspect.isfunction(getattr(library, name))}

@@ -27,23 +27,3 @@ def test_the_newer_name_is_taken_where_there_is_one():
     without_reentrance = {"use_reentrant": False}
     assert old.asked == {"gradient_checkpointing_enable": {"gradient_checkpointing_kwargs": without_reentrance}}
     assert new.asked == {"activation_checkpointing_enable": {"activation_checkpointing_kwargs": without_reentrance}}
-
-
-def test_the_benchmarks_switch_it_on_by_that_name(monkeypatch):
-    import torch
-    import transformers
-    from harness.training import RunResult, Trainer
-
-    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
-        pytest.skip("transformers before 5.20")
-    deprecated = []
-    monkeypatch.setattr(
-        transformers.PreTrainedModel, "gradient_checkpointing_enable", lambda *_, **options: deprecated.append(options)
-    )
-    tiny = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": 64,
-    }  # fmt: skip
-    trainer = Trainer(RunResult("llama-3.2-1b", "hf", 1, 8, True, "float32"), torch.device("cpu"), tiny)
-    assert not deprecated
-    assert trainer.model.is_gradient_checkpointing

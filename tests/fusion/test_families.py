@@ -83,8 +83,7 @@ def test_fused_equals_plain_and_comes_off_again(family):
         assert vars(module).keys() == before[name].keys() | hooked[name], name
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "phi"])
-@pytest.mark.parametrize("count", [torch.tensor(11), 11], ids=["tensor", "int"])
+@pytest.mark.parametrize(("family", "count"), [("mixtral", 11), ("phi", torch.tensor(11))])
 def test_num_items_in_batch(family, count):
     model, inputs = build(family), batch(family)
     plain, plain_grads = step(model, inputs, num_items_in_batch=count)
@@ -95,7 +94,7 @@ def test_num_items_in_batch(family, count):
     assert_close(fused_grads, plain_grads)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere", "phi"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "phi"])
 def test_logits_built_after_the_loss_carry_gradients(family):
     """Someone looks at the logits, and trains on them too."""
     model, inputs = build(family), batch(family)

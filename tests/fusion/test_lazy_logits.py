@@ -299,14 +299,6 @@ def test_a_vector_that_was_added_counts_as_a_part_of_them():
         lazy.argmax(-1)
 
 
-def test_an_optimizer_that_changes_nothing_leaves_them_readable():
-    case = Case()
-    lazy = case.lazy()
-    case.leaves[1].grad = torch.zeros_like(case.leaves[1])
-    torch.optim.AdamW(case.leaves[1:2], lr=0.0, fused=True).step()
-    assert torch.equal(lazy.detach(), case.real().detach())
-
-
 # --------------------------------------------------------------------------------------- modes of the forward are kept
 
 
@@ -523,22 +515,6 @@ def test_the_gradient_of_logits_that_the_loss_left_out_is_an_error_not_none():
     (gradient,) = torch.autograd.grad(other.square().sum(), other)
     assert torch.equal(gradient, 2 * case.real())
     assert torch.autograd.grad(case.real().sum(), case.lazy(), allow_unused=True) == (None,), "as of any other tensor"
-
-
-def test_built_logits_have_a_second_derivative():
-    def penalty(case, logits, values):
-        # Through the node of the logits themselves, as where their values were read below autograd first.
-        _ = values(logits)
-        (g,) = torch.autograd.grad(logits.square().mean(), case.leaves[0], create_graph=True)
-        return case.grads(g.square().sum())
-
-    case = Case()
-    plain = penalty(case, case.real(), lambda z: z)
-    for values in (lambda z: z.data_only("test"), lambda z: z.build("test")):
-        fused = penalty(case, case.lazy(), values)
-        assert plain[1].abs().sum() > 0
-        for ours, theirs in zip(fused, plain, strict=True):
-            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("engine", ["torch.distributed.fsdp._fully_shard._fsdp_state", "deepspeed.runtime.utils"])

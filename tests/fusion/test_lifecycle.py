@@ -119,7 +119,7 @@ def test_a_loss_on_the_prompt_too_is_no_nan_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("keep_fusion", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_fused_model_is_freed_when_the_last_name_of_it_goes(family, keep_fusion):
     model = build(family)
     gc.collect()
@@ -190,14 +190,6 @@ def of_family(family):
     if family == "t5":
         config = transformers.T5Config(**small, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
         model = transformers.T5ForConditionalGeneration(config)
-    elif family == "bert":
-        config = transformers.BertConfig(
-            vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-        )
-        model = transformers.BertForMaskedLM(config)
-    elif family == "mamba":
-        config = transformers.MambaConfig(vocab_size=60, hidden_size=16, state_size=4, num_hidden_layers=1)
-        model = transformers.MambaForCausalLM(config)
     else:
         return build(family).eval(), batch(family)
     ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -205,7 +197,7 @@ def of_family(family):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_pickled_model_is_plain_and_works(family, way):
     model, inputs = of_family(family)
     plain = model(**inputs).loss

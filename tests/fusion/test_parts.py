@@ -47,7 +47,7 @@ class Doubled:
 
 
 @recognition
-def recognize_doubled(module, analysis):
+def recognize_doubled(module):
     if list(module.children()) or list(module.parameters()):
         return None
     probe = build_probe(module, {})
@@ -199,7 +199,7 @@ class TailPart(Part):
 
 def test_a_part_may_act_on_the_whole_model_and_again_when_the_model_changes(trial):
     trial(TailPart())
-    trial(ModulePart("linear", lambda m, analysis: "x Wᵀ" if type(m) is nn.Linear else None, doubled_forward))
+    trial(ModulePart("linear", lambda m: "x Wᵀ" if type(m) is nn.Linear else None, doubled_forward))
     model, x = nn.Sequential(nn.ReLU(), nn.Linear(8, 8)), torch.randn(3, 8)
     fusion = tigon.fuse(model)
     model(x)
@@ -236,7 +236,7 @@ def test_every_file_registers_one_part():
 
 def test_fuse_knows_no_part_by_name():
     """fuse's own files name neither a part's file nor its kind."""
-    for name in ("model", "site", "part", "patch", "step", "report"):
+    for name in ("model", "part", "patch", "step", "report"):
         code = (ROOT / f"src/tigon/fusion/engine/{name}.py").read_text()
         words = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
         assert words.isdisjoint(list_kinds()), name
@@ -258,11 +258,3 @@ def test_a_new_activation_is_recognised(monkeypatch):
     row = acts.Activation("softplus", F.softplus, None, "log(1 + exp(g))")
     monkeypatch.setitem(acts.ACTS, "softplus", row)
     assert recognize_mlp(Gate()).act == "softplus"
-
-
-@pytest.mark.parametrize("name", ["norm", "mlp", "relu2", "experts"])
-def test_recognition_reads_the_code(name):
-    """Each registered recognition is behind the reading of the forward's code."""
-    parts = (part for part in REGISTRY if isinstance(part, ModulePart))
-    part = next(part for part in parts if part.recognize.__module__ == f"tigon.fusion.parts.{name}")
-    assert part.recognize.__wrapped__.__name__ == f"recognize_{name}"

@@ -84,7 +84,7 @@ def gradients(model, x):
 
 
 FAMILIES = {"llama": ("none", "product", "cheap", "mlp"), "phi3": ("none", "cheap")}
-FAMILIES |= dict.fromkeys(("qwen2", "qwen3", "mistral", "gemma2", "olmo2"), ("auto",))
+FAMILIES |= dict.fromkeys(("qwen2", "qwen3"), ("auto",))
 
 
 @pytest.mark.parametrize(("family", "recompute"), [(f, level) for f, levels in FAMILIES.items() for level in levels])
@@ -121,18 +121,6 @@ def test_checkpoints(level, reentrant, device, triton_backend):
     if level != "mlp":  # which cuts what no checkpoint recomputes into tiles
         assert all(torch.equal(again_gradients[n], g) for n, g in kept_gradients.items())
     assert_close(again_gradients, kept_gradients)
-
-
-def test_two_forwards_before_a_backward(both, x, triton_backend):
-    with tigon.fuse(both, recompute="product"):
-        _, once = gradients(both, x)
-        both.zero_grad()
-        first, second = both(x), both(2 * x)
-        assert joined(first) == joined(second) == (1, 1)
-        second.square().sum().backward()
-        both.zero_grad()
-        first.square().sum().backward()
-    assert all(torch.equal(p.grad, once[n]) for n, p in both.named_parameters())
 
 
 def test_a_part_of_the_layers_frozen(both, x, triton_backend):
@@ -268,7 +256,7 @@ def test_autocast_casts_as_it_does(both, x, device, triton_backend):
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
+@pytest.mark.parametrize("family", ["gemma3", "olmo2"])
 def test_under_autocast_joined_layers_are_as_near_to_fp64(family, device, triton_backend):
     """Weights in fp32, as the Trainer's bf16=True leaves them: every part runs, with gradients in fp32."""
     model, inputs = build(family).to(device), {k: v.to(device) for k, v in batch(family).items()}
@@ -370,16 +358,6 @@ def test_adapters_go_first(x, device, triton_backend):
 # ------------------------------------------------------------------------------------------------------------ lifecycle
 
 
-def test_it_comes_off_again(both, x, triton_backend):
-    before = {n: dict(vars(m)) for n, m in both.named_modules()}
-    fusion = tigon.fuse(both)
-    assert joined(both(x)) == (1, 1)
-    assert "forward" not in vars(both.mixer.q), "nothing is on the layers themselves"
-    fusion.remove()
-    assert joined(both(x)) == (0, 0)
-    assert all(vars(m).keys() == before[n].keys() for n, m in both.named_modules())
-
-
 @pytest.mark.parametrize("family", ["llama", "phi"])
 def test_copies_and_files(family, device, triton_backend):
     """A copy is fused by itself, with its own counts; a pickled model is plain, and its state the same."""
@@ -396,15 +374,6 @@ def test_copies_and_files(family, device, triton_backend):
     loaded = pickle.loads(pickle.dumps(twin))
     assert joined(loaded(**inputs).loss)[0] == 0
     assert all(torch.equal(t, state[n]) for n, t in loaded.state_dict().items())
-
-
-def test_a_wrapped_forward_is_plain_after_removal(both, x, triton_backend):
-    fusion = tigon.fuse(both)
-    inner = both.mixer.forward
-    both.mixer.forward = lambda x: inner(x)
-    assert joined(both(x)) == (1, 1)
-    fusion.remove()
-    assert joined(both(x)) == (0, 0)
 
 
 def test_a_new_layer_is_seen(both, x, triton_backend):

@@ -235,6 +235,9 @@ NEAR_MISSES = {
     ),
     "std and eps": lambda m, x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) * m.weight + m.bias,
     "bias rounded along": lambda m, x: (over_rms(x.float(), 1e-6) * m.weight.float() + m.bias.float()).to(x.dtype),
+    "scaled": lambda m, x: 1.001 * m.weight * over_rms(x.float(), 1e-6).to(x.dtype),
+    "sum": lambda m, x: m.weight * (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype),
+    "layer norm, bias first": lambda m, x: F.layer_norm(x, m.weight.shape) * m.weight + m.weight * m.bias,
     "two norms": lambda m, x: over_rms(over_rms(x.float(), 1e-6), 1e-3).to(x.dtype) * m.weight,
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ N = 48
 
 
 class Scale(nn.Module):
-    """An RMS norm that no name gives away; the variants are near misses."""
+    """An RMS norm that no name gives away. Near misses are in test_proofs.py."""
 
     def __init__(self, variant="llama", width=N, eps=1e-6):
         super().__init__()
@@ -31,16 +31,7 @@ class Scale(nn.Module):
     def forward(self, x):
         v = self.variant
         wide = x.float()
-        if v == "mean subtracted":
-            wide = wide - wide.mean(-1, keepdim=True)
-        if v == "eps outside":
-            y = wide / (wide.square().mean(-1, keepdim=True).sqrt() + self.tiny)
-        elif v == "eps fixed":
-            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
-        elif v == "sum":
-            y = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.tiny)
-        else:
-            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.tiny)
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.tiny)
         if v == "no weight":
             return y.to(x.dtype)
         if v == "gemma":
@@ -51,8 +42,6 @@ class Scale(nn.Module):
             return (y * self.g.float()).to(x.dtype)
         if v == "promoted":
             return (y * self.g.float()).to(torch.promote_types(x.dtype, self.g.dtype))
-        if v == "scaled":
-            return 1.001 * self.g * y.to(x.dtype)
         if v == "in half":
             return self.g * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.tiny))
         return self.g * y.to(x.dtype)
@@ -76,11 +65,6 @@ def test_norms_are_found(variant, width):
     assert found.weight == (None if variant == "no weight" else "g")
     assert found.eps == "tiny"
     assert found.mixed
-
-
-@pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled"])
-def test_near_misses_of_norms_are_refused(variant):
-    assert not isinstance(recognize_norm(Scale(variant)), Norm)
 
 
 @pytest.mark.parametrize(("variant", "offset"), [("in half", 0.0), ("offset rounded", 1.0)])
@@ -115,12 +99,6 @@ def test_the_norm_of_torch(eps, affine):
     assert isinstance(found, Norm)
     assert found.native
     assert (found.weight, found.width) == (("weight", None) if affine else (None, N))
-
-
-def test_an_eps_that_no_attribute_holds_is_found_by_its_value():
-    found = recognize_norm(Scale("eps fixed", eps=1e-5))
-    assert isinstance(found, Norm)
-    assert found.eps == 1e-6
 
 
 class GatedNorm(nn.Module):
@@ -158,25 +136,22 @@ def test_near_misses_of_norms_with_a_gate_are_refused(variant):
 
 
 class Shift(nn.Module):
-    """A layer norm that no name gives away; the variants are near misses."""
+    """A layer norm that no name gives away."""
 
     def __init__(self, variant="cohere"):
         super().__init__()
         self.variant, self.tiny = variant, 1e-5
         self.g = nn.Parameter(torch.ones(N))
-        if variant in ("bias", "bias first"):
+        if variant == "bias":
             self.a = nn.Parameter(torch.ones(N))
 
     def forward(self, x):
         v = self.variant
         wide = x.float()
         wide = wide - wide.mean(-1, keepdim=True)
-        square = wide.square().sum(-1, keepdim=True) / (N - 1 if v == "unbiased" else N)
-        y = wide * torch.rsqrt(square + self.tiny)
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.tiny)
         if v == "rounded before the weight":
             return self.g * y.to(x.dtype)
-        if v == "bias first":
-            return (self.g.float() * (y + self.a.float())).to(x.dtype)
         return (self.g.float() * y + (self.a.float() if v == "bias" else 0.0)).to(x.dtype)
 
 
@@ -192,11 +167,6 @@ def test_a_layer_norm_that_rounds_before_the_weight_is_found():
     found = recognize_norm(Shift("rounded before the weight"))
     assert isinstance(found, Norm)
     assert (found.centered, found.stepwise, found.native) == (True, True, True)
-
-
-@pytest.mark.parametrize("variant", ["unbiased", "bias first"])
-def test_near_misses_of_layer_norms_are_refused(variant):
-    assert not isinstance(recognize_norm(Shift(variant)), Norm)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}, {"eps": 1e-12}])
@@ -379,7 +349,7 @@ def test_gated_mlps_are_found(act, width):
     assert recognize_mlp(Gate(ACTS[act], variant="up first")) == Gated("a", "b", "c", act, "f", up_first=True)
 
 
-@pytest.mark.parametrize("act", [nn.Softsign(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()])
+@pytest.mark.parametrize("act", [nn.Softsign(), nn.Identity(), nn.Hardswish(), nn.Mish()])
 def test_other_activations_are_refused(act):
     found = recognize_mlp(Gate(act))
     assert isinstance(found, Reason)
@@ -437,49 +407,11 @@ def test_packed_mlps_are_found_and_run(what, backend, device):
             assert fusion.report().calls == {"mlp": 1}
 
 
-class PackedUpFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(16, 128, bias=False), nn.Linear(64, 16, bias=False)
-
-    def forward(self, x):
-        up, gate = self.a(x).chunk(2, dim=-1)
-        return self.c(F.silu(gate) * up)
-
-
-@pytest.mark.parametrize("recompute", ["none", "product", "mlp"])
-def test_an_mlp_with_up_first_in_one_layer(recompute, backend, device):
-    model, x = PackedUpFirst().to(device), torch.randn(5, 16, device=device, requires_grad=True)
-    assert str(recognize_mlp(model)) == "silu(gate) · up, one projection, up first"
-
-    def step():
-        y = model(x)
-        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()), retain_graph=False)
-
-    plain = step()
-    with tigon.fuse(model, recompute=recompute) as fusion:
-        for ours, theirs in zip(step(), plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        assert fusion.report().calls == {"mlp": 1}
-
-
-def test_the_mlp_of_modernbert_is_found():
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
-
-    config = transformers.ModernBertConfig(hidden_size=16, intermediate_size=64, num_attention_heads=2)
-    assert recognize_mlp(ModernBertMLP(config)) == Gated("Wi", None, "Wo", "gelu", "act", between="drop")
-
-
-@pytest.mark.parametrize("variant", PLACES)
-@pytest.mark.parametrize("act", ["silu", "relu2"])
-def test_what_stands_around_a_gated_mlp_is_found(variant, act):
-    assert recognize_mlp(Gate(ACTS[act], variant=variant)) == Gated("a", "b", "c", act, "f", **PLACES[variant])
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("variant", PLACES)
-def test_what_stands_around_a_gated_mlp_still_runs(variant, training):
+def test_what_stands_around_a_gated_mlp_is_found_and_runs(variant, training):
+    for act in ("silu", "relu2"):
+        assert recognize_mlp(Gate(ACTS[act], variant=variant)) == Gated("a", "b", "c", act, "f", **PLACES[variant])
     model, x = Gate(nn.SiLU(), variant=variant).train(training), torch.randn(3, 16, requires_grad=True)
 
     def run():

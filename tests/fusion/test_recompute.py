@@ -14,17 +14,14 @@ import tigon
 
 pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from zoo import FAMILIES, batch, build
+from zoo import batch, build
 
 from tigon.fusion.memory.recompute import HELD, LEVELS, Pass, Recompute
 from tigon.ops.linear import dense_mlp
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
 # follows a norm (these models repeat k for the heads, which makes another tensor of it).
-NOT_KEPT = {
-    "llama": 4, "qwen3": 6, "gemma2": 4, "gemma3": 6, "qwen3_moe": 6, "cohere": 2, "olmo2": 2, "phi3": 4, "gpt2": 4,
-    "gpt_oss": 4,
-}  # fmt: skip
+NOT_KEPT = {"llama": 4, "gemma3": 6, "qwen3_moe": 6, "cohere": 2, "phi3": 4, "gpt2": 4, "gpt_oss": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +53,7 @@ def assert_same_bits(one, other):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*NOT_KEPT, "deepseek_v3"])
 def test_the_same_bits_as_from_what_was_kept(family, dtype, device):
     loss, kept, nothing = run(family, "none", device, dtype)
     again_loss, again, report = run(family, "cheap", device, dtype)
@@ -68,7 +65,7 @@ def test_the_same_bits_as_from_what_was_kept(family, dtype, device):
     assert (report.recompute, nothing.recompute) == ("cheap", "none")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_gate_and_up_too(family, device):
     plain = run(family, "none", device)
     loss, again, _ = run(family, "mlp", device)
@@ -77,8 +74,7 @@ def test_gate_and_up_too(family, device):
         assert (again[name] - g).norm() <= 1e-5 * g.norm(), name
 
 
-@pytest.mark.parametrize("level", ["cheap", "mlp"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("level", "reentrant"), [("cheap", True), ("mlp", False)])
 def test_steps_aside_for_checkpoints(level, reentrant, device):
     loss, kept, _ = run("qwen3", "none", device)
     again_loss, again, report = run("qwen3", level, device, checkpointing=reentrant)
@@ -148,27 +144,17 @@ def test_the_backward_pass_lets_go_of_checkpoints(device):
     assert frames() == before
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_checkpointed_step_twice_and_with_its_graph_kept(early_stop, device):
+@pytest.mark.parametrize(("checkpointing", "early_stop"), [(None, True), (False, True), (False, False)])
+def test_a_step_twice_and_with_its_graph_kept(checkpointing, early_stop, device):
     def twice(loss):
         loss.backward(retain_graph=True)
         loss.backward()
 
     with tigon.use_backend("triton"), torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
-        _, once, _ = run("llama", "cheap", device, checkpointing=False)
-        _, both, _ = run("llama", "cheap", device, checkpointing=False, backward=twice)
-        _, plain, _ = run("llama", "none", device)
+        _, once, _ = run("qwen3", "cheap", device, checkpointing=checkpointing)
+        _, both, _ = run("qwen3", "cheap", device, checkpointing=checkpointing, backward=twice)
+        _, plain, _ = run("qwen3", "none", device)
     assert_same_bits(once, plain)
-    assert_same_bits(both, {n: g + g for n, g in once.items()})
-
-
-def test_a_graph_that_is_kept_is_walked_twice(device):
-    def twice(loss):
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    _, once, _ = run("qwen3", "cheap", device)
-    _, both, _ = run("qwen3", "cheap", device, backward=twice)
     assert_same_bits(both, {n: g + g for n, g in once.items()})
 
 
@@ -470,31 +456,6 @@ def test_what_peft_widens_and_autocast_narrows_again_is_left_out(use_dora, devic
     assert_same_bits(gradients["cheap"], gradients["none"])
 
 
-def test_what_adapters_in_fp32_widen_is_left_out(device):
-    """PEFT keeps adapters of a bf16 model in fp32: each of them saves an input of its own, twice as wide."""
-    gradients, left_out = adapted(device, torch.bfloat16, ["q_proj", "v_proj", "down_proj"], ("none", "cheap"))
-    # Of two layers: the norm's result for q and v; the product for down, unless a kernel makes it again.
-    assert left_out["cheap"] == (2 if device.type == "cuda" else 2 * 2)
-    assert_same_bits(gradients["cheap"], gradients["none"])
-
-
-def test_compiled_layers_decide_for_themselves(device):
-    torch._dynamo.reset()
-    model = build("llama").to(device)
-    fusion = tigon.fuse(model)
-    inputs = {k: v.to(device) for k, v in batch("llama").items()}
-    model(**inputs).loss.backward()
-    eager = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    model(**inputs).loss.backward()
-    assert fusion.report().tensors_not_kept == 0
-    for name, g in eager.items():
-        torch.testing.assert_close(dict(model.named_parameters())[name].grad, g, rtol=1e-4, atol=1e-6)
-    torch._dynamo.reset()
-
-
 def test_a_copy_keeps_the_level():
     model = build("llama")
     tigon.fuse(model, recompute="mlp", offload=True)
@@ -524,12 +485,6 @@ def test_the_command_line_knows_the_levels():
     from tigon.cli.inspect import RECOMPUTE
 
     assert RECOMPUTE == LEVELS
-
-
-def test_the_report_says_it(device):
-    *_, report = run("llama", "cheap", device)
-    assert f"Computed again instead of kept: {report.tensors_not_kept} activations" in str(report)
-    assert report.to_dict()["recompute"] == "cheap"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ BART = {
 }  # fmt: skip
 T5_1_1 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 FAMILIES = {
-    "t5": ("T5Config", "T5ForConditionalGeneration", T5),
     "t5 1.1": ("T5Config", "T5ForConditionalGeneration", T5_1_1),
     "bart": ("BartConfig", "BartForConditionalGeneration", BART),
-    "mbart": ("MBartConfig", "MBartForConditionalGeneration", BART),
     "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", BART),
 }  # fmt: skip
 

@@ -204,58 +204,6 @@ def test_without_axolotl_one_sentence(monkeypatch):
         import_anew(monkeypatch, "tigon.integrations.axolotl")
 
 
-def test_with_axolotl_itself(monkeypatch):
-    base = pytest.importorskip("axolotl.integrations.base")
-    module = import_anew(monkeypatch, "tigon.integrations.axolotl")
-    plugin = base.load_plugin("tigon.integrations.axolotl.TigonPlugin")
-    assert isinstance(plugin, base.BasePlugin)
-    manager = base.PluginManager.get_instance()
-    monkeypatch.setattr(manager, "plugins", type(manager.plugins)())
-    manager.register("tigon.integrations.axolotl.TigonPlugin")
-    assert manager.get_input_args() == ["tigon.integrations.axolotl.TigonArgs"]
-    model = llama()
-    manager.pre_model_load({})
-    manager.post_model_build({}, model)
-    manager.post_model_load({}, model)
-    assert_same_step(step(model, batch(1)), step(llama(), batch(1)))
-    (plugin,) = manager.plugins.values()
-    assert type(plugin) is module.TigonPlugin
-    assert ran(plugin.fusions[0]) == CALLS
-
-
-def test_with_axolotl_s_own_validation(monkeypatch):
-    """What the configuration becomes, by the steps of axolotl.cli.config.load_cfg."""
-    pytest.importorskip("axolotl.integrations.base")
-    config = pytest.importorskip("axolotl.integrations.config")
-    dicts = pytest.importorskip("axolotl.utils.dict")
-    base = importlib.import_module("axolotl.integrations.base")
-    import_anew(monkeypatch, "tigon.integrations.axolotl")
-    manager = base.PluginManager.get_instance()
-    monkeypatch.setattr(manager, "plugins", type(manager.plugins)())
-    manager.register("tigon.integrations.axolotl.TigonPlugin")
-    (plugin,) = manager.plugins.values()
-    kernels = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
-
-    def validated(**given):
-        raw = dicts.DictDefault(
-            {
-                "base_model": "x", "datasets": [{"path": "x", "type": "alpaca"}], "micro_batch_size": 1,
-                "gradient_accumulation_steps": 1, "num_epochs": 1, "learning_rate": 1e-4, "adapter": "lora",
-                "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, **given,
-            }
-        )  # fmt: skip
-        plugin.register(raw)
-        with_capabilities, _ = config.merge_input_args()
-        gpu = {"capabilities": {"bf16": True, "n_gpu": 1, "compute_capability": "sm_90"},
-               "env_capabilities": {"torch_version": "2.11.0"}}  # fmt: skip
-        return with_capabilities(**raw.to_dict(), **gpu).model_dump(exclude_none=True)
-
-    assert [validated().get(name) for name in kernels] == [False] * 3
-    assert [validated(tigon_parts=OTHERS).get(name) for name in kernels] == [True] * 3, "as Axolotl has it"
-    with pytest.raises(pydantic.ValidationError, match="lora_qkv_kernel must be off"):
-        validated(lora_qkv_kernel=True)
-
-
 def test_every_option_of_fuse_has_a_field(axolotl):
     options = [name for name in inspect.signature(tigon.fuse).parameters if name not in ("model", "where")]
     options.remove("shared_prefix")  # its batches are made by TRL's trainers of policies, or by hand

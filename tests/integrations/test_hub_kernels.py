@@ -260,15 +260,6 @@ def test_fuse_adds_the_loss_to_a_kernelized_model(kernels, calls):
     assert calls["rms_norm"] == 5
 
 
-@pytest.mark.parametrize("mode", ["INFERENCE", "TRAINING"])
-def test_one_mapping_serves_every_mode(kernels, calls, mode):
-    model = marked_llama(kernels).eval()
-    kernelize(kernels, model, mode)
-    with torch.no_grad():
-        model(**batch())
-    assert calls["rms_norm"] == 5
-
-
 def test_it_compiles_as_one_graph(kernels):
     module = norms()["RMSNorm"]()
     mark(kernels, module, "RMSNorm")
@@ -323,11 +314,6 @@ def test_the_configuration_for_transformers(kernels, calls, monkeypatch):
 def test_a_model_without_marked_layers(kernels, call):
     with pytest.raises(ValueError, match=rf"^{call.__name__}: model must have layers .*, got none in Linear; "):
         call(nn.Linear(2, 2))
-
-
-def test_what_is_no_module():
-    with pytest.raises(TypeError, match=r"layers_for: model must be a torch\.nn\.Module, got str"):
-        hub.layers_for("model")
 
 
 def test_without_kernels_one_sentence(monkeypatch):

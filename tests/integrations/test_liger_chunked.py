@@ -1,93 +1,31 @@
-"""Liger's chunked losses: loss, gradients and every result beside it are those of whole logits in plain PyTorch."""
+"""Liger's chunked losses: parts of a batch, and refusals. Their numbers are compared in test_liger_itself.py."""
 
 from __future__ import annotations
 
-import plain
 import pytest
 import torch
+import torch.nn.functional as F
 from numerics import check
-from sequences import TARGET, B, H, S, V, batch, cases, drawn, targets
 
 from tigon.integrations import liger
 from tigon.integrations.liger import chunked_loss
 
+B, T, H, V = 3, 9, 12, 29
+S = 2 * B
 LABEL = torch.tensor([True, False, False, True, True, False])
-DPO = {
-    "sigmoid": {},
-    "hinge": {"loss_type": "hinge"},
-    "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.01},
-    "nca_pair": {"loss_type": "nca_pair"},
-    "robust": {"loss_type": "robust", "label_smoothing": 0.2},
-    "bco_pair": {"loss_type": "bco_pair"},
-    "sppo_hard": {"loss_type": "sppo_hard", "beta": 0.5},
-    "apo_zero": {"loss_type": "apo_zero"},
-    "apo_down": {"loss_type": "apo_down"},
-    "discopop": {"loss_type": "discopop", "discopop_tau": 0.1},
-    "with NLL": {"compute_nll_loss": True, "alpha": 0.3},
-    "means": {"average_log_prob": True, "beta": 1.0},
-}
+# Completions of different lengths behind prompts of different lengths.
+TARGET = torch.randint(V, (S, T), generator=torch.Generator().manual_seed(0))
+for row, (prompt, length) in enumerate([(2, 6), (0, 9), (3, 2), (1, 4), (4, 5), (0, 7)]):
+    TARGET[row, :prompt] = TARGET[row, prompt + length :] = -100
 
 
-def of_dpo(options):
-    """The formula's options, by its own names."""
-    names = {"loss_type": "kind", "discopop_tau": "tau", "average_log_prob": "average"}
-    kept = {names.get(k, k): v for k, v in options.items() if k not in ("compute_nll_loss", "alpha")}
-    return {**kept, "alpha": options.get("alpha", 1.0) if options.get("compute_nll_loss") else None}
-
-
-def flat(result):
-    loss, aux = result
-    assert not any(t.requires_grad for t in aux)
-    return loss, *aux
+def batch(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, weight, bias = (torch.randn(s, generator=g) for s in ((S, T, H), (V, H), (V,)))
+    return x, 0.5 * weight, 0.5 * bias
 
 
 # ------------------------------------------------------------------------------------------------------ preferences
-
-
-@pytest.mark.parametrize(("options", "dtype"), cases(DPO))
-def test_dpo(options, dtype):
-    loss = liger.LigerFusedLinearDPOLoss(**options)
-    check(
-        lambda x, w, b, *ref: flat(loss(w, x, TARGET, b, *ref)),
-        lambda x, w, b, *ref: plain.pairs(x, w, TARGET, b, *ref, **of_dpo(options)),
-        drawn(dtype, H, H), draws=48 if dtype == torch.bfloat16 else 1, grad=[0, 1, 2], roundings=8,
-    )  # fmt: skip
-
-
-def test_dpo_without_a_reference():
-    loss = liger.LigerFusedLinearDPOLoss(use_ref_model=False)
-    x, weight, _ = batch()
-    check(
-        lambda x, w: flat(loss(w, x, TARGET)), lambda x, w: plain.pairs(x, w, TARGET), x, weight, roundings=8
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("nll", "dtype"), cases({"with NLL": True, "without": False}))
-def test_orpo(nll, dtype):
-    loss = liger.LigerFusedLinearORPOLoss(beta=0.2, compute_nll_loss=nll)
-    check(
-        lambda x, w, b: flat(loss(w, x, TARGET, b)),
-        lambda x, w, b: plain.pairs(
-            x, w, TARGET, b, kind="orpo", beta=0.2, alpha=1.0 if nll else None, average=True
-        ),
-        drawn(dtype, H), draws=48 if dtype == torch.bfloat16 else 1, roundings=8,
-    )  # fmt: skip
-
-
-def test_orpo_with_an_nll_over_the_prompt_too():
-    """As TRL has it: the NLL is of prompt and completion, the odds of the completion."""
-    everything = torch.where(TARGET == -100, targets(5).abs() % V, TARGET)
-    everything[:, -1] = -100
-    nll_target = torch.where(TARGET == -100, everything, TARGET)
-    loss = liger.LigerFusedLinearORPOLoss()
-    check(
-        lambda x, w, b: flat(loss(w, x, TARGET, b, nll_target)),
-        lambda x, w, b: plain.pairs(
-            x, w, TARGET, b, nll_target=nll_target, kind="orpo", alpha=1.0, average=True
-        ),
-        *batch(), roundings=8,
-    )  # fmt: skip
-    assert not torch.equal(nll_target[:B] != -100, TARGET[:B] != -100)
 
 
 def test_orpo_whose_targets_contradict_each_other_is_nan():
@@ -95,63 +33,21 @@ def test_orpo_whose_targets_contradict_each_other_is_nan():
     assert liger.LigerFusedLinearORPOLoss()(weight, x, TARGET, nll_target=(TARGET + 1) % V)[0].isnan()
 
 
-CONTRAST = {
-    "cpo": (liger.LigerFusedLinearCPOLoss, {}, {"alpha": 1.0}),
-    "cpo, means": (liger.LigerFusedLinearCPOLoss, {"average_log_prob": True}, {"alpha": 1.0, "average": True}),
-    "cpo, smoothed": (
-        liger.LigerFusedLinearCPOLoss,
-        {"label_smoothing": 0.1, "compute_nll_loss": False, "beta": 0.3},
-        {"label_smoothing": 0.1, "beta": 0.3},
-    ),
-    "simpo": (liger.LigerFusedLinearSimPOLoss, {"gamma": 0.7}, {"alpha": 1.0, "average": True, "gamma": 0.7}),
-    "simpo, smoothed": (
-        liger.LigerFusedLinearSimPOLoss,
-        {"compute_nll_loss": False, "label_smoothing": 0.1, "beta": 2.0},
-        {"average": True, "gamma": 0.5, "label_smoothing": 0.1, "beta": 2.0},
-    ),
-}
-
-
-@pytest.mark.parametrize(("module", "options", "formula", "dtype"), cases(CONTRAST))
-def test_cpo_and_simpo(module, options, formula, dtype):
-    loss = module(**options)
-    check(
-        lambda x, w, b: flat(loss(w, x, TARGET, b)),
-        lambda x, w, b: plain.pairs(x, w, TARGET, b, kind="contrast", **formula),
-        drawn(dtype, H), draws=48 if dtype == torch.bfloat16 else 1, roundings=8,
-    )  # fmt: skip
-
-
-KTO = {
-    "alone": ({}, None, False),
-    "kl": ({}, torch.tensor(4.0), False),
-    "kl below 0, which TRL clamps beforehand": ({"beta": 0.05}, torch.tensor([-4.0]), False),
-    "kl of each": ({}, torch.linspace(-5, 5, S), False),
-    "reference": ({"use_ref_model": True}, torch.tensor(0.3), True),
-    "means": ({"use_ref_model": True, "average_log_prob": True, "beta": 2.0}, None, True),
-}
-
-
-@pytest.mark.parametrize(("options", "kl", "reference", "dtype"), cases(KTO))
-def test_kto(options, kl, reference, dtype):
-    loss = liger.LigerFusedLinearKTOLoss(**options)
-    formula = {"beta": options.get("beta", 0.1), "average": options.get("average_log_prob", False)}
-    check(
-        lambda x, w, b, *ref: flat(loss(x, w, TARGET, b, LABEL, *ref, kl=kl)),
-        lambda x, w, b, *ref: plain.kto(x, w, TARGET, LABEL, b, *(ref or (None,) * 3), kl=kl, **formula),
-        drawn(dtype, H, *[H] * reference), draws=48 if dtype == torch.bfloat16 else 1, grad=[0, 1, 2], roundings=8,
-    )  # fmt: skip
-
-
 def test_preferences_in_parts(monkeypatch):
     """A part of the batch holds 128 rows at least: longer sequences, so that there are several."""
     monkeypatch.setenv("TIGON_CHUNK_BYTES", "1")
     x, weight, bias = batch()
     x, target = x.repeat(1, 10, 1), TARGET.repeat(1, 10)
-    check(
-        lambda x, w, b: flat(liger.LigerFusedLinearCPOLoss()(w, x, target, b)),
-        lambda x, w, b: plain.pairs(x, w, target, b, kind="contrast", alpha=1.0), x, weight, bias, roundings=8,
-    )  # fmt: skip
+
+    def expected(x, weight, bias):
+        logp = F.linear(x, weight, bias).log_softmax(-1)
+        tokens = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (target != -100)
+        chosen, rejected = tokens.sum(1).split(B)
+        nll = F.nll_loss(logp[:B].flatten(0, 1), target[:B].flatten())
+        return (nll - F.logsigmoid(0.1 * (chosen - rejected))).mean()
+
+    loss = liger.LigerFusedLinearCPOLoss()
+    check(lambda x, w, b: loss(w, x, target, b)[0], expected, x, weight, bias, roundings=8)
 
 
 def test_the_loss_is_scaled_from_above():
@@ -166,37 +62,6 @@ def test_the_loss_is_scaled_from_above():
 # ----------------------------------------------------------------------------------------------------- distillation
 
 
-DISTILL = {
-    "jsd": ("jsd", 0.5, 0.5, 0.4),
-    "jsd, forward": ("jsd", 2.0, 3.0, 0.0),
-    "jsd, reverse": ("jsd", 1.0, 0.25, 1.0),
-    "jsd, soft alone": ("jsd", 0.0, 1.0, 0.4),
-    "cosine": ("cosine", 0.5, 0.5, 0.5),
-    "cosine, soft alone": ("cosine", 0.0, 2.0, 1.0),
-}
-
-
-@pytest.mark.parametrize(("kind", "hard", "soft", "beta", "dtype"), cases(DISTILL))
-def test_distillation(kind, hard, soft, beta, dtype):
-    """Parts come back too, also one without a weight; the weights need not add up to one."""
-    temperature = 2.0 if kind == "jsd" else 1.0
-    options = {"beta": beta, "temperature": temperature, "return_soft_hard_loss": True}
-    module = liger.LigerFusedLinearJSDLoss if kind == "jsd" else liger.LigerFusedLinearCosineSimilarityLoss
-    loss = module(hard, soft, **options)
-    target = TARGET.flatten()
-
-    def inputs(g):
-        return [t.flatten(0, 1) if t.dim() == 3 else t for t in drawn(dtype, H, 20)(g)]
-
-    check(
-        lambda x, w, b, tx, tw, tb: loss(x, w, tx, tw, target, b, tb),
-        lambda x, w, b, tx, tw, tb: plain.distill(
-            x, w, tx, tw, target, b, tb, kind=kind, hard=hard, soft=soft, beta=beta, temperature=temperature
-        ),
-        inputs, draws=48 if dtype == torch.bfloat16 else 1, grad=[0, 1, 2], roundings=16,
-    )  # fmt: skip
-
-
 def test_distillation_gives_one_loss_unless_asked():
     x, weight, _ = batch()
     for module in (liger.LigerFusedLinearJSDLoss, liger.LigerFusedLinearCosineSimilarityLoss):
@@ -207,6 +72,51 @@ def test_distillation_gives_one_loss_unless_asked():
         assert alone.shape == ()
         torch.testing.assert_close(alone, parts[0])
         torch.testing.assert_close(alone, 0.5 * (parts[1] + parts[2]))
+
+
+# --------------------------------------------------------------------------------------------------------- policies
+
+
+def sampled():
+    """Ids, mask, advantages, and log-probabilities of a reference and of the old policy."""
+    g = torch.Generator().manual_seed(0)
+    ref, old = (-3.5 + 0.4 * torch.randn(S, T, generator=g) for _ in range(2))
+    return torch.randint(V, (S, T), generator=g), (TARGET != -100).long(), torch.randn(S, generator=g), ref, old
+
+
+def test_grpo_without_a_reference_has_a_kl_of_zero():
+    """The policy is its own reference then."""
+    ids, mask, advantages, _, _ = sampled()
+    x, weight, bias = batch()
+    loss = liger.LigerFusedLinearGRPOLoss(use_ref_model=False)
+    assert loss(x, weight, ids, mask, advantages, bias)[1][0] == 0
+
+
+@pytest.mark.parametrize("items", [40, torch.tensor(40)])
+def test_grpo_divides_by_the_tokens_of_the_step(items):
+    ids, mask, advantages, ref, old = sampled()
+    x, weight, bias = batch()
+    loss = liger.LigerFusedLinearGRPOLoss()
+    own = loss(x, weight, ids, mask, advantages, bias, ref, old)[0]
+    step = loss(x, weight, ids, mask, advantages, bias, ref, old, num_items_in_batch=items)[0]
+    torch.testing.assert_close(step * 40, own * mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"loss_type": "luspo"}, "loss_type='luspo' must have importance_sampling_level='sequence'"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "importance_sampling_level must be 'token'"),
+        ({}, "must come with ref_per_token_logps"),
+        ({"delta": 0.0}, "delta must be positive"),
+        ({"sapo_temperature_neg": -1.0}, "sapo_temperature_neg must be positive"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(options, sentence):
+    x, weight, _ = batch()
+    ids, mask, advantages, ref, _ = sampled()
+    with pytest.raises(ValueError, match=sentence):
+        liger.LigerFusedLinearGRPOLoss(**options)(x, weight, ids, mask, advantages, None, *([ref] if options else []))
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -22,10 +23,7 @@ def drawn(dtype, *shapes):
     return lambda g: [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
 
 
-# ------------------------------------------------------------------------------------------------------------- norms
-
-
-def rms(x, weight=None, *, eps=1e-6, offset=0.0, cast="llama"):
+def rms(x, weight=None, *, eps=1e-5, offset=0.0, cast="llama"):
     y = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
     if cast == "llama":
         y = y.to(x.dtype)
@@ -33,54 +31,94 @@ def rms(x, weight=None, *, eps=1e-6, offset=0.0, cast="llama"):
     return (y if weight is None else y * (offset + wide(weight))).to(x.dtype)
 
 
+def poly(x, weight, bias):
+    powers = (wide(x) ** n for n in (3, 2, 1))
+    normed = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6) for u in powers)
+    return (sum(w * u for w, u in zip(wide(weight), normed, strict=True)) + wide(bias)).to(x.dtype)
+
+
+def sparsemax(x, dim=-1):
+    """By bisection, unlike ours: the threshold at which the rest adds up to one."""
+    low, high = x.amax(dim, keepdim=True) - 1, x.amax(dim, keepdim=True)
+    for _ in range(80):
+        mid = (low + high) / 2
+        more = (x - mid).clamp(min=0).sum(dim, keepdim=True) > 1
+        low, high = torch.where(more, mid, low), torch.where(more, high, mid)
+    return (x - low).clamp(min=0)
+
+
+GEMMA_NORM = {"offset": 1.0, "cast": "gemma"}
 NORMS = {
-    "LigerRMSNorm": {},
-    "LigerRMSNormForGemma": {"offset": 1.0, "cast": "gemma"},
-    "LigerRMSNormForGemma2": {"offset": 1.0, "cast": "gemma"},
-    "LigerRMSNormForGemma3": {"offset": 1.0, "cast": "gemma"},
+    "LigerRMSNorm": {}, "LigerRMSNormForGlm4": {}, "LigerRMSNormForOlmo2": {},
     "LigerRMSNormForGemma4": {"cast": "gemma"},
-    "LigerRMSNormForGlm4": {},
-    "LigerRMSNormForOlmo2": {},
-    "LigerRMSNormForQwen3Next": {"offset": 1.0, "cast": "gemma"},
-}
-
-
-@pytest.mark.parametrize(("name", "formula"), NORMS.items())
-@DTYPES
-def test_rms_norms(name, formula, dtype):
-    def op(x, weight):
-        return torch.func.functional_call(getattr(liger, name)(H, eps=1e-5), {"weight": weight}, x)
-
-    check(op, lambda x, w: rms(x, w, eps=1e-5, **formula), drawn(dtype, (3, 5, H), (H,)), draws=4)
-    # As it starts, the weight scales by one.
-    torch.testing.assert_close(getattr(liger, name)(H)(torch.ones(2, H)), torch.ones(2, H), rtol=1e-5, atol=1e-5)
-
-
-def test_norms_without_a_weight():
-    x = torch.randn(3, H)
-    for norm in (
-        liger.LigerRMSNorm(H, elementwise_affine=False),
-        liger.LigerRMSNormForGemma4(H, with_scale=False),
-    ):
-        assert not list(norm.parameters())
-        torch.testing.assert_close(norm(x), rms(x, cast="gemma"))
-
-
-def test_a_norm_has_the_dtype_of_its_input():
-    """Also under a weight of fp32, where Hugging Face's has the weight's."""
-    x = torch.randn(3, H, dtype=torch.bfloat16)
-    assert liger.LigerRMSNorm(H)(x).dtype == torch.bfloat16
-    assert liger.LigerFusedAddRMSNorm(H)(x, x)[0].dtype == torch.bfloat16
+    **{f"LigerRMSNormFor{family}": GEMMA_NORM for family in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next")},
+}  # fmt: skip
+X = (3, 5, H)
+# How a module is made, the shapes of its inputs, and its formula in plain PyTorch, of the inputs and the parameters.
+MODULES = {
+    **{name: (lambda n=name: getattr(liger, n)(H, eps=1e-5), [X], functools.partial(rms, **formula))
+       for name, formula in NORMS.items()},
+    "LigerFusedAddRMSNorm": (
+        lambda: liger.LigerFusedAddRMSNorm(H, eps=1e-5), [X, X], lambda x, r, w: (rms(x + r, w), x + r),
+    ),
+    "LigerLayerNorm": (
+        lambda: liger.LigerLayerNorm(H, bias=True), [X],
+        lambda x, w, b: F.layer_norm(wide(x), (H,), wide(w), wide(b), 1e-6).to(x.dtype),
+    ),
+    "LigerGroupNorm": (
+        lambda: liger.LigerGroupNorm(8, 2, bias=True), [(2, 8, 5, 3)],
+        lambda x, w, b: F.group_norm(wide(x), 2, wide(w), wide(b), 1e-6).to(x.dtype),
+    ),
+    "LigerDyT": (
+        lambda: liger.LigerDyT(H), [X],
+        lambda x, alpha, w, b: (wide(w) * torch.tanh(wide(alpha) * wide(x)) + wide(b)).to(x.dtype),
+    ),
+    "LigerPolyNorm": (liger.LigerPolyNorm, [X], poly),
+    "LigerSoftmax": (liger.LigerSoftmax, [X], lambda x: wide(x).softmax(-1).to(x.dtype)),
+    "LigerReLUSquared": (liger.LigerReLUSquared, [X], lambda x: wide(x).relu().square().to(x.dtype)),
+}  # fmt: skip
 
 
 @DTYPES
-def test_fused_add_rms_norm(dtype):
-    def op(x, residual, weight):
-        return torch.func.functional_call(liger.LigerFusedAddRMSNorm(H), {"weight": weight}, (x, residual))
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name, dtype):
+    make, shapes, expected = MODULES[name]
+    parameters = dict(make().named_parameters())
 
+    def op(*tensors):
+        own = dict(zip(parameters, tensors[len(shapes) :], strict=True))
+        return torch.func.functional_call(make(), own, tensors[: len(shapes)])
+
+    sizes = [*shapes, *(p.shape for p in parameters.values())]
+    check(op, expected, drawn(dtype, *sizes), draws=8 if name == "LigerPolyNorm" else 4)
+
+
+@DTYPES
+def test_gated_functions(dtype):
+    pair = drawn(dtype, X, X)
+    check(liger.liger_swiglu, lambda a, b: (F.silu(wide(a)) * wide(b)).to(a.dtype), pair, draws=4)
     check(
-        op, lambda x, r, w: (rms(x + r, w), x + r), drawn(dtype, (3, 5, H), (3, 5, H), (H,)), draws=4
+        liger.liger_geglu, lambda a, b: (F.gelu(wide(a), approximate="tanh") * wide(b)).to(a.dtype), pair, draws=4
     )  # fmt: skip
+
+
+def test_sparsemax():
+    x = torch.randn(4, 7, 9)
+    for dim in (-1, 1):
+        torch.testing.assert_close(liger.LigerSparsemax(dim)(x), sparsemax(x, dim))
+
+
+def test_norms_start_as_the_identity_and_have_the_dtype_of_their_input():
+    """Also under a weight of fp32, where Hugging Face's has the weight's."""
+    ones, x = torch.ones(2, H), torch.randn(3, H)
+    for name in NORMS:
+        torch.testing.assert_close(getattr(liger, name)(H)(ones), ones, rtol=1e-5, atol=1e-5)
+        assert getattr(liger, name)(H)(x.bfloat16()).dtype == torch.bfloat16
+    for norm in (liger.LigerRMSNorm(H, elementwise_affine=False), liger.LigerRMSNormForGemma4(H, with_scale=False)):
+        assert not list(norm.parameters())
+        torch.testing.assert_close(norm(x), rms(x, eps=1e-6, cast="gemma"))
+    assert not liger.LigerLayerNorm(H, bias=True).bias.any()
+    assert liger.LigerDyT(H, beta=False).beta is None
 
 
 def test_nothing_that_a_caller_sees_is_overwritten():
@@ -95,88 +133,6 @@ def test_nothing_that_a_caller_sees_is_overwritten():
     x.grad = None
     y.backward(upstream)
     assert torch.equal(x.grad, first)
-
-
-@DTYPES
-def test_layer_norm(dtype):
-    def op(x, weight, bias):
-        return torch.func.functional_call(liger.LigerLayerNorm(H, bias=True), {"weight": weight, "bias": bias}, x)
-
-    def expected(x, weight, bias):
-        return F.layer_norm(wide(x), (H,), wide(weight), wide(bias), 1e-6).to(x.dtype)
-
-    check(op, expected, drawn(dtype, (3, 5, H), (H,), (H,)), draws=4)
-    assert not liger.LigerLayerNorm(H, bias=True).bias.any()
-
-
-@DTYPES
-def test_group_norm(dtype):
-    def op(x, weight, bias):
-        norm = liger.LigerGroupNorm(8, 2, bias=True)
-        return torch.func.functional_call(norm, {"weight": weight, "bias": bias}, x)
-
-    def expected(x, weight, bias):
-        return F.group_norm(wide(x), 2, wide(weight), wide(bias), 1e-6).to(x.dtype)
-
-    check(op, expected, drawn(dtype, (2, 8, 5, 3), (8,), (8,)), draws=4)
-
-
-@DTYPES
-def test_dyt(dtype):
-    def op(x, alpha, gamma, beta):
-        return torch.func.functional_call(liger.LigerDyT(H), {"alpha": alpha, "gamma": gamma, "beta": beta}, x)
-
-    def expected(x, alpha, gamma, beta):
-        return (wide(gamma) * torch.tanh(wide(alpha) * wide(x)) + wide(beta)).to(x.dtype)
-
-    check(op, expected, drawn(dtype, (3, 5, H), (1,), (H,), (H,)), draws=4)
-    assert liger.LigerDyT(H, beta=False).beta is None
-
-
-@DTYPES
-def test_poly_norm(dtype):
-    def norm(u):
-        return u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6)
-
-    def expected(x, weight, bias):
-        x32, w = wide(x), wide(weight)
-        return (w[0] * norm(x32**3) + w[1] * norm(x32**2) + w[2] * norm(x32) + wide(bias)).to(x.dtype)
-
-    def op(x, weight, bias):
-        return torch.func.functional_call(liger.LigerPolyNorm(), {"weight": weight, "bias": bias}, x)
-
-    check(op, expected, drawn(dtype, (3, 5, H), (3,), ()), draws=8)
-
-
-# -------------------------------------------------------------------------------------------------------- activations
-
-
-@DTYPES
-def test_small_functions(dtype):
-    x = drawn(dtype, (3, 5, H))
-    pair = drawn(dtype, (3, 5, H), (3, 5, H))
-    check(liger.LigerSoftmax(), lambda x: wide(x).softmax(-1).to(x.dtype), x, draws=4)
-    check(liger.LigerReLUSquared(), lambda x: wide(x).relu().square().to(x.dtype), x, draws=4)
-    check(liger.liger_swiglu, lambda a, b: (F.silu(wide(a)) * wide(b)).to(a.dtype), pair, draws=4)
-    check(
-        liger.liger_geglu, lambda a, b: (F.gelu(wide(a), approximate="tanh") * wide(b)).to(a.dtype), pair, draws=4
-    )  # fmt: skip
-
-
-def sparsemax(x, dim=-1):
-    """By bisection, unlike ours: the threshold at which the rest adds up to one."""
-    low, high = x.amax(dim, keepdim=True) - 1, x.amax(dim, keepdim=True)
-    for _ in range(80):
-        mid = (low + high) / 2
-        more = (x - mid).clamp(min=0).sum(dim, keepdim=True) > 1
-        low, high = torch.where(more, mid, low), torch.where(more, high, mid)
-    return (x - low).clamp(min=0)
-
-
-def test_sparsemax():
-    x = torch.randn(4, 7, 9)
-    for dim in (-1, 1):
-        torch.testing.assert_close(liger.LigerSparsemax(dim)(x), sparsemax(x, dim))
 
 
 def test_embedding():

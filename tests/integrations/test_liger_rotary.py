@@ -44,29 +44,14 @@ def test_rotary(width, dtype):
         )  # fmt: skip
 
 
-def test_rotary_leaves_q_and_k_as_they_are():
-    q, k = torch.randn(1, 4, 5, 16, dtype=torch.bfloat16), torch.randn(1, 2, 5, 16, dtype=torch.bfloat16)
-    before = q.clone(), k.clone()
-    out = liger.liger_rotary_pos_emb(q, k, *angles(1, 5, 8))  # angles in fp32
-    assert torch.equal(q, before[0])
-    assert torch.equal(k, before[1])
-    assert out[0].dtype == out[1].dtype == torch.bfloat16
-
-
-def test_rotary_of_heads_behind_tokens():
+def test_rotary_of_heads_behind_tokens_with_angles_that_may_have_heads():
     cos, sin = angles(2, 5, 8)
     q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
-    for ours, x in zip(liger.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2), (q, k), strict=True):
-        torch.testing.assert_close(ours, rotated(x, cos, sin, dim=2))
-
-
-def test_rotary_with_angles_that_have_heads():
-    cos, sin = angles(2, 5, 8)
-    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
-    expected = liger.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-    for dim in (1, 2):
-        ours = liger.liger_rotary_pos_emb(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim), unsqueeze_dim=2)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    expected = rotated(q, cos, sin, dim=2), rotated(k, cos, sin, dim=2)
+    for given in ((cos, sin), *((cos.unsqueeze(dim), sin.unsqueeze(dim)) for dim in (1, 2))):
+        torch.testing.assert_close(liger.liger_rotary_pos_emb(q, k, *given, unsqueeze_dim=2), expected)
+    narrow = liger.liger_rotary_pos_emb(q.bfloat16(), k.bfloat16(), cos, sin, unsqueeze_dim=2)  # angles in fp32
+    assert narrow[0].dtype == narrow[1].dtype == torch.bfloat16
 
 
 def test_rotary_with_angles_that_are_not_doubled():

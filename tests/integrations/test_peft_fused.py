@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import transformers
 from small_llama import batch, llama
 
 import tigon
-from tigon.fusion.memory.recompute import LEVELS
 from tigon.ops.adapted_sum import adapted_sum
 from tigon.ops.linear import lora_mlp
 from tigon.ops.lora_dropout import draw_masks, keep_mask
@@ -96,6 +94,22 @@ def assert_as_right(fused, plain, truth):
         assert error <= 3 * theirs + 2**-7 * g.norm(), name
 
 
+def assert_same_step(got, expected, tolerance=1e-5):
+    """Loss and gradients to a few roundings of the largest of them."""
+    torch.testing.assert_close(got[0], expected[0], rtol=3e-6, atol=0)
+    assert got[1].keys() == expected[1].keys()
+    assert expected[1]
+    largest = max(g.abs().max() for g in expected[1].values())
+    for name, g in expected[1].items():
+        assert (got[1][name] - g).abs().max() <= tolerance * g.abs().max() + 2e-6 * largest, name
+
+
+def checkpoint(reentrant, *models):
+    for model in models:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+
+
 def ran(fusion):
     return fusion.report().calls.get("adapters", 0)
 
@@ -103,18 +117,14 @@ def ran(fusion):
 # ------------------------------------------------------------------------------------------------------------ numbers
 
 
-@pytest.mark.parametrize("make", [llama, qwen3, gemma2, mixtral])
+@pytest.mark.parametrize("make", [qwen3, gemma2, mixtral])
 def test_a_step_in_fp32_is_peft_s(make, device):
     targets = ATTENTION if make is mixtral else ALL
     plain, model = adapted(make, targets=targets, device=device), adapted(make, targets=targets, device=device)
     fusion = tigon.fuse(model)
     (loss, grads), (expected, theirs) = step(model, batch(), device=device), step(plain, batch(), device=device)
     assert ran(fusion) == 2 * len(targets)
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
-    assert grads.keys() == theirs.keys()
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 1e-6 * largest, name
+    assert_same_step((loss, grads), (expected, theirs))
 
 
 MODES = {
@@ -123,8 +133,7 @@ MODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [llama, qwen3])
+@pytest.mark.parametrize(("make", "mode"), [*((llama, mode) for mode in MODES), (qwen3, "bf16 under autocast")])
 def test_no_further_from_the_truth_than_peft(make, mode, device):
     """The truth: the same numbers, widened to fp32 before anything is computed."""
     options = MODES[mode]
@@ -134,22 +143,6 @@ def test_no_further_from_the_truth_than_peft(make, mode, device):
     fused = step(model, batch(), autocast, device)
     assert ran(fusion) == 14
     assert_as_right(fused, step(plain, batch(), autocast, device), step(wide.float(), batch(), device=device))
-
-
-def test_ranks_scales_and_dtypes_that_differ_in_a_group(device):
-    options = {"rank_pattern": {"q_proj": 8, "v_proj": 1}, "alpha_pattern": {"k_proj": 3}, "use_rslora": True}
-    plain, model = (adapted(device=device, **options) for _ in range(2))
-    for m in (plain, model):
-        for name, p in m.named_parameters():
-            if "k_proj.lora" in name:
-                p.data = p.data.bfloat16()
-    fusion = tigon.fuse(model)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(**{k: v.to(device) for k, v in batch().items()}).loss,
-            plain(**{k: v.to(device) for k, v in batch().items()}).loss, rtol=1e-4, atol=0,
-        )  # fmt: skip
-    assert ran(fusion) == 14
 
 
 # --------------------------------------------------------------------------------------------------- what is grouped
@@ -191,82 +184,21 @@ def test_the_projections_of_one_input_are_one_call(mlp, monkeypatch):
     assert seen == [3, 1, 2, 1] * 2
 
 
-class Attention(nn.Module):
-    """Calls its projections in one of many ways."""
+class Plain(nn.Module):
+    """Calls that are one group. Which calls are one is in tests/fusion/test_plain_layers.py."""
 
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
-
-def forms():
-    class Crossed(Attention):
-        def forward(self, x, other=None):
-            other = x if other is None else other
-            return self.q(x) + self.k(other) + self.v(other)
-
-    class Conditional(Attention):
-        def forward(self, x, short=False):
-            y = self.q(x)
-            if not short:
-                y = y + self.k(x)
-            return y + self.v(x)
-
-    class Overwritten(Attention):
-        def forward(self, x):
-            q = self.q(x)
-            x = x * 2
-            return q + self.k(x) + self.v(x)
-
-    class Early(Attention):
-        def forward(self, x, short=False):
-            q = self.q(x)
-            if short:
-                return q
-            return q + self.k(x) + self.v(x)
-
-    class Twice(Attention):
-        def forward(self, x):
-            return self.q(x) + self.k(x) + self.q(x) + self.v(x)
-
-    class Written(Attention):
-        def forward(self, x):
-            q = self.q(x)
-            with torch.no_grad():
-                x += 1
-            return q + self.k(x) + self.v(x)
-
-    return {
-        Crossed: {"q", "k, v"}, Conditional: {"q, v", "k"}, Overwritten: {"q", "k", "v"}, Early: {"q", "k", "v"},
-        Twice: {"q", "k, v"}, Written: {"q", "k", "v"},
-    }  # fmt: skip
+    def forward(self, x):
+        return self.q(x) + self.k(x) + self.v(x)
 
 
 def small(kind, **options):
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["q", "k", "v"], **options)
     return settled(peft.get_peft_model(nn.Sequential(kind()), config))
-
-
-@pytest.mark.parametrize("kind", forms(), ids=lambda kind: kind.__name__)
-def test_only_calls_that_always_come_together_are_joined(kind):
-    model, plain = small(kind), small(kind)
-    fusion = tigon.fuse(model)
-    groups = {what.removeprefix("LoRA: ").removesuffix(" in one") for what in rows_of(fusion)}
-    assert groups == forms_named(kind)
-    layer, other = model.base_model.model[0], plain.base_model.model[0]
-    for arguments in ({}, {"short": True}, {"other": torch.ones(3, 8)}):
-        with contextlib.suppress(TypeError):
-            torch.testing.assert_close(layer(torch.ones(3, 8), **arguments), other(torch.ones(3, 8), **arguments))
-
-
-def forms_named(kind):
-    return next(groups for form, groups in forms().items() if form.__name__ == kind.__name__)
-
-
-class Plain(Attention):
-    def forward(self, x):
-        return self.q(x) + self.k(x) + self.v(x)
 
 
 def test_a_sibling_that_fails_leaves_nothing_behind():
@@ -310,24 +242,6 @@ def test_a_call_outside_of_the_model_s_forward_and_the_next_one():
     torch.testing.assert_close(layer.v(x), other.v(x))
 
 
-def test_threads():
-    model, plain = adapted().eval(), adapted().eval()
-    tigon.fuse(model)
-    results = {}
-
-    def run(seed):
-        results[seed] = [model(**batch(seed)).loss.item() for _ in range(3)]
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for seed, losses in results.items():
-        expected = plain(**batch(seed)).loss.item()
-        assert all(abs(loss - expected) < 1e-4 for loss in losses)
-
-
 # -------------------------------------------------------------------------------------------------------- what is kept
 
 
@@ -360,36 +274,33 @@ def test_a_layer_keeps_its_inputs_once_and_r_numbers(autocast, device):
 # ------------------------------------------------------------------------------------------------------- checkpointing
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "cheap", "mlp"])
-def test_checkpointing(reentrant, recompute, backend, device):
-    plain, model = adapted(device=device), adapted(device=device)
-    for m in (plain, model):
-        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        m.enable_input_require_grads()
-    with tigon.use_backend("auto"):
-        expected, theirs = step(plain, batch(rows=1, length=9), device=device)
+# Each level with and without dropout, and with both kinds of checkpoints.
+STEPS = [
+    ("none", None, 0.0), ("product", None, 0.25), ("cheap", None, 0.0), ("mlp", None, 0.25), ("auto", None, 0.25),
+    ("none", True, 0.0), ("cheap", False, 0.25), ("cheap", True, 0.0), ("mlp", False, 0.0), ("mlp", True, 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recompute", "checkpointing", "dropout"), STEPS)
+def test_levels_checkpoints_and_dropout(recompute, checkpointing, dropout, backend, device):
+    """A whole model, where PEFT is given the dropout masks that were drawn: in every pass the same."""
+    plain, model = (adapted(device=device, lora_dropout=dropout) for _ in range(2))
     fusion = tigon.fuse(model, recompute=recompute)
-    loss, grads = step(model, batch(rows=1, length=9), device=device)
+    if dropout:
+        replaying(plain, dropout)
+    if checkpointing is not None:
+        checkpoint(checkpointing, model)
+    inputs = batch(rows=1, length=9)
+    torch.manual_seed(11)
+    got = step(model, inputs, device=device)
+    report = fusion.report()
     assert ran(fusion) >= 14
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
-
-
-@pytest.mark.parametrize("recompute", ["none", "product", "cheap", "mlp"])
-def test_levels_of_recomputation(recompute, backend, device):
-    plain, model = adapted(device=device), adapted(device=device)
+    assert not [what for what in rows_of(fusion, fused=False) if "drops" in what]
+    if checkpointing is None:
+        assert bool(report.tensors_not_kept) == (recompute in ("cheap", "mlp"))
+    torch.manual_seed(11)
     with tigon.use_backend("auto"):
-        expected, theirs = step(plain, batch(rows=1, length=9), device=device)
-    fusion = tigon.fuse(model, recompute=recompute)
-    loss, grads = step(model, batch(rows=1, length=9), device=device)
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
-    assert bool(fusion.report().tensors_not_kept) == (recompute in ("cheap", "mlp"))
+        assert_same_step(got, step(plain, inputs, device=device))
 
 
 @pytest.mark.parametrize("obstacle", [None, "checkpoint", "hook", "mlp", "bias"])
@@ -398,8 +309,7 @@ def test_the_mlp_adds_to_the_stream(obstacle, monkeypatch, triton_backend, devic
     monkeypatch.setattr(lora_mlp, "adapted_sum", lambda *args: calls.append(args) or adapted_sum(*args))
     plain, model = (adapted(device=device).bfloat16() for _ in range(2))
     if obstacle == "checkpoint":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        checkpoint(False, model)
     with tigon.use_backend("auto"):
         expected, theirs = step(plain, batch(rows=1, length=9), device=device)
     tigon.fuse(model, recompute="mlp" if obstacle == "mlp" else "cheap")
@@ -430,8 +340,7 @@ def test_an_adapter_changed_by_hand_gets_the_sentence_of_the_operator(device):
 def test_two_forwards_before_one_backward(device):
     """What a checkpoint computes again is grouped as it was the first time, from the first step on."""
     model = adapted(device=device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
+    checkpoint(False, model)
     tigon.fuse(model)
     inputs = {k: v.to(device) for k, v in batch().items()}
     (model(**inputs).loss + model(**inputs).loss).backward()
@@ -529,14 +438,6 @@ def test_batches_that_mix_adapters(pair):
         got, expected = (m(**batch(), adapter_names=names).loss for m in (model, plain))
     torch.testing.assert_close(got, expected, rtol=3e-6, atol=0)
     assert "adapter_names" in fusion.report().last_step()
-
-
-def test_generation(pair):
-    plain, model, fusion = pair
-    ids = batch()["input_ids"][:, :5]
-    texts = [m.eval().generate(input_ids=ids, max_new_tokens=8, do_sample=False) for m in (plain, model)]
-    assert torch.equal(*texts)
-    assert ran(fusion) == 14
 
 
 def test_removal_restores_everything(pair):
@@ -644,33 +545,6 @@ def replaying(model, p):
     return model
 
 
-@pytest.mark.parametrize(
-    ("recompute", "checkpointing"),
-    [*((level, None) for level in LEVELS), ("cheap", False), ("cheap", True), ("mlp", False)],
-)
-def test_dropout_is_peft_s_but_for_the_masks(recompute, checkpointing, backend, device):
-    """Loss and gradients of a whole model, where PEFT is given the masks that were drawn: in every pass the same."""
-    plain, model = (adapted(device=device, lora_dropout=0.25) for _ in range(2))
-    fusion = tigon.fuse(model, recompute=recompute)
-    replaying(plain, 0.25)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
-        model.enable_input_require_grads()
-    inputs = batch(rows=1, length=9)
-    torch.manual_seed(11)
-    loss, grads = step(model, inputs, device=device)
-    assert ran(fusion) >= 14
-    assert not [what for what in rows_of(fusion, fused=False) if "drops" in what]
-    torch.manual_seed(11)
-    with tigon.use_backend("auto"):
-        expected, theirs = step(plain, inputs, device=device)
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
-    assert grads.keys() == theirs.keys()
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
-
-
 def test_dropout_beside_layers_that_multiply_by_themselves(backend, device):
     options = {"targets": ["c_attn", "c_fc"], "fan_in_fan_out": True, "lora_dropout": 0.25}
     plain, model = (adapted(gpt2, device=device, **options) for _ in range(2))
@@ -682,10 +556,7 @@ def test_dropout_beside_layers_that_multiply_by_themselves(backend, device):
     torch.manual_seed(11)
     with tigon.use_backend("auto"):
         expected, theirs = step(plain, batch(), device=device)
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
+    assert_same_step((loss, grads), (expected, theirs))
 
 
 def test_dropout_is_for_training(device):
@@ -764,11 +635,7 @@ def test_experts_with_target_parameters_are_left():
     plain, model = (adapted(mixtral, targets=["q_proj"], target_parameters=stacked) for _ in range(2))
     fusion = tigon.fuse(model)
     (loss, grads), (expected, theirs) = step(model, batch()), step(plain, batch())
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
-    assert grads.keys() == theirs.keys()
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 1e-6 * largest, name
+    assert_same_step((loss, grads), (expected, theirs))
     assert rows_of(fusion)["LoRA: q_proj"] == 2
     assert list(rows_of(fusion, fused=False).values()) == [4], "two stacks in each of two layers"
     assert fusion.report().calls["experts"] == 2
@@ -789,12 +656,8 @@ def test_biases_of_the_base_layers_that_are_trained_get_their_gradients(bias):
     fusion = tigon.fuse(model)
     (loss, grads), (expected, theirs) = step(model, batch()), step(plain, batch())
     assert ran(fusion) == 14
-    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
     assert sum(name.endswith("base_layer.bias") for name in theirs) == 6
-    assert grads.keys() == theirs.keys()
-    largest = max(g.abs().max() for g in theirs.values())
-    for name, g in theirs.items():
-        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 1e-6 * largest, name
+    assert_same_step((loss, grads), (expected, theirs))
 
 
 def test_a_trained_base_layer_gets_its_gradient():
@@ -873,21 +736,6 @@ def test_qlora(autocast, device):
         assert (got[1][name] - g).norm() <= (0.05 if autocast else 1e-5) * g.norm(), name
 
 
-def test_qlora_with_dropout(device):
-    pytest.importorskip("bitsandbytes")
-    plain, model = (qlora(torch.float32, device, lora_dropout=0.25) for _ in range(2))
-    fusion = tigon.fuse(model)
-    replaying(plain, 0.25)
-    torch.manual_seed(11)
-    got = step(model, batch(), device=device)
-    assert ran(fusion) == 14
-    torch.manual_seed(11)
-    expected = step(plain, batch(), device=device)
-    torch.testing.assert_close(got[0], expected[0], rtol=3e-6, atol=0)
-    for name, g in expected[1].items():
-        assert (got[1][name] - g).norm() <= 1e-5 * g.norm(), name
-
-
 def test_a_quantised_layer_without_state_is_named(device):
     pytest.importorskip("bitsandbytes")
     model = qlora(torch.float32, "cpu", move=False)
@@ -909,10 +757,8 @@ def test_fsdp2_gathers_what_the_fused_layers_read(checkpointed, process_group, d
     mesh = init_device_mesh(device.type, (1,))
     plain, model = adapted(device=device), adapted(device=device)
     fusion = tigon.fuse(model, parts=tigon.PARTS - {"head"})
-    for m in (plain, model):
-        if checkpointed:
-            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            m.enable_input_require_grads()
+    if checkpointed:
+        checkpoint(False, plain, model)
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

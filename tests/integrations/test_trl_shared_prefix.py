@@ -19,13 +19,14 @@ import trl_cases as cases
 from test_trl import assert_same
 
 from tigon.integrations import trl
-from tigon.integrations.trl.shared_prefix import Sharing, pack, rows_of, shuffled_by_groups
+from tigon.integrations.trl.shared_prefix import Sharing, find_rows, pack, shuffle_by_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAMILIES = ["llama", "gemma2", "qwen2", "qwen3", "mistral", "gemma", "phi3", "olmo2", "granite"]
 
 
-@pytest.mark.parametrize(("task", "family"), list(itertools.product(["dpo", "grpo"], FAMILIES)))
+@pytest.mark.parametrize(
+    ("task", "family"), [("dpo", "gemma2"), ("dpo", "mistral"), ("grpo", "qwen3"), ("grpo", "granite")]
+)
 def test_losses_metrics_and_gradients(task, family, tmp_path):
     plain_trainer, trainer = cases.twins(getattr(cases, task), tmp_path, family, max_steps=1)
     fusion = trl.fuse(trainer, shared_prefix=True)
@@ -168,7 +169,7 @@ def test_packing_rows():
     labels[:, :4] = -100
     labels[3] = -100
     labels[4, 2:4] = ids[4, 2:4]
-    packed = pack(ids, labels, rows_of(ids, mask, labels))
+    packed = pack(ids, labels, find_rows(ids, mask, labels))
     batch = packed.batch
     assert batch.layout.prefix_lengths == (2, 3, 2)
     assert batch.layout.suffix_lengths == ((2, 1), (3,), (3,))
@@ -181,8 +182,8 @@ def test_packing_rows():
     flat = torch.zeros(30).scatter(0, packed.place, packed.labels[0].float()).view(5, 6)
     assert torch.equal(flat, labels.clamp(min=0)[:, 1:].float())
     labels[0, 2:] = ids[0, 2:]  # no prompt
-    assert rows_of(ids, mask, labels) is None
-    assert rows_of(ids, mask, torch.full_like(ids, -100)) is None
+    assert find_rows(ids, mask, labels) is None
+    assert find_rows(ids, mask, torch.full_like(ids, -100)) is None
 
 
 def test_nothing_but_lengths_is_copied_where_sharing_is_declined(monkeypatch):
@@ -219,7 +220,7 @@ def test_nothing_but_lengths_is_copied_where_sharing_is_declined(monkeypatch):
         assert copied
         assert all(len(shape) == 2 and 6 in shape and 4 in shape for shape in copied), copied
     copied.clear()
-    pack(ids, labels, rows_of(ids, None, labels))
+    pack(ids, labels, find_rows(ids, None, labels))
     assert (2, 4, 40) in copied
 
 
@@ -228,9 +229,9 @@ def test_prompts_of_one_checksum_are_told_apart(monkeypatch):
     ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
     labels = ids.clone()
     labels[:, :2] = -100
-    rows = [row._replace(checksum=0) for row in rows_of(ids, None, labels)]
+    rows = [row._replace(checksum=0) for row in find_rows(ids, None, labels)]
     assert pack(ids, labels, rows).batch.layout.prefix_lengths == (2, 2)
-    assert len({row.checksum for row in rows_of(ids, None, labels)}) == 2
+    assert len({row.checksum for row in find_rows(ids, None, labels)}) == 2
 
 
 def test_groups_are_shuffled_whole():
@@ -240,7 +241,7 @@ def test_groups_are_shuffled_whole():
     seen = set()
     for seed in range(20):
         torch.manual_seed(seed)
-        shuffled = shuffled_by_groups(rows)
+        shuffled = shuffle_by_groups(rows)
         order = shuffled["number"].tolist()
         assert sorted(order) == list(range(6))
         assert torch.equal(shuffled["prompt_ids"], prompts[order])

@@ -37,12 +37,8 @@ SIZES = {
 FURTHER = {
     "llama": {},
     "gemma2": {"head_dim": 8, "sliding_window": 64, "final_logit_softcapping": 5.0},
-    "qwen2": {},
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 8},
-    "gemma": {"head_dim": 8},
-    "phi3": {},
-    "olmo2": {},
     "granite": {"logits_scaling": 3.0},
     "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.1, "output_router_logits": True},
 }

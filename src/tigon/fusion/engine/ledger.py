@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tigon.fusion.engine.reasons import ADAPTERS_OFF, NO_LABELS_CAME
 from tigon.fusion.memory.recompute import Recompute
 
 
@@ -60,13 +61,10 @@ class Ledger:
         self.steps = 0
         self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
-        self.unfused_heads: Counter[str] = Counter()
-        self.unfused_adapters: Counter[str] = Counter()
         self.fallbacks: dict[tuple[str, Any], Counter[str]] = {}
         self.outside = 0
         self.has_entrance = False
         self.adviser: Callable[[], str] | None = None
-        self.adapters_off = 0
         self.adapters_before = 0
         self._calls = _Calls()
         self.lock = threading.RLock()
@@ -136,37 +134,45 @@ class Ledger:
             self.outside += 1
 
     def count_fallback(self, kind: str, key: Any, why: str) -> None:
-        """Count a replaced forward that ran the module's own code. why: a clause."""
+        """Count a replaced forward that ran the module's own code. key: as in `count`; None for a whole kind.
+
+        why: a clause.
+        """
         if not torch.compiler.is_compiling():
-            self.fallbacks.setdefault((kind, key), Counter())[why] += 1
+            reasons = self.fallbacks.get((kind, key))
+            if reasons is None:
+                reasons = self.fallbacks[kind, key] = Counter()
+            reasons[why] += 1
+
+    @property
+    def unfused_heads(self) -> dict[str, int]:
+        """Why heads had real logits although there were labels."""
+        return self._list_fallbacks("head", NO_LABELS_CAME)
+
+    @property
+    def unfused_adapters(self) -> dict[str, int]:
+        """Why adapters ran in PEFT's own code."""
+        return self._list_fallbacks("adapters", ADAPTERS_OFF)
+
+    @property
+    def adapters_off(self) -> int:
+        """The layers whose adapters were switched off or merged, as in a reference model's forward pass."""
+        return self.fallbacks.get(("adapters", None), Counter())[ADAPTERS_OFF]
+
+    def _list_fallbacks(self, kind: str, usual: str) -> dict[str, int]:
+        return {why: n for why, n in self.fallbacks.get((kind, None), {}).items() if why != usual}
 
     def count_materialized_logits(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.built_by[why] += 1
 
-    def count_unfused_head(self, why: str) -> None:
-        if not torch.compiler.is_compiling():
-            self.unfused_heads[why] += 1
-
-    def count_unfused_adapter(self, why: str) -> None:
-        if not torch.compiler.is_compiling():
-            self.unfused_adapters[why] += 1
-
-    def count_disabled_adapter(self) -> None:
-        """Count a layer whose adapters are switched off or merged, as in a reference model's forward pass."""
-        if not torch.compiler.is_compiling():
-            self.adapters_off += 1
-
     def new_step(self) -> None:
         if not torch.compiler.is_compiling():
             ran = sum(count for (kind, _), count in self.calls.items() if kind == "adapters")
             self.adapters_before = ran or self.adapters_before
-            self.adapters_off = 0
             self.steps += 1
             self.calls.clear()
             self.built_by.clear()
-            self.unfused_heads.clear()
-            self.unfused_adapters.clear()
             self.fallbacks.clear()
             self.outside = 0
 

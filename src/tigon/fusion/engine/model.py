@@ -21,12 +21,11 @@ from torch import nn
 import tigon.fusion.parts  # noqa: F401  registers the parts
 from tigon.fusion.engine.explain import Explanation, explain
 from tigon.fusion.engine.ledger import Ledger
-from tigon.fusion.engine.part import Site, Stage, list_kinds, select_parts
+from tigon.fusion.engine.part import ModuleFilter, Record, Site, Stage, list_kinds, select_parts
 from tigon.fusion.engine.patch import Patch, install, load_as_none, restore
 from tigon.fusion.engine.probe import get_full_shape
 from tigon.fusion.engine.reasons import NOT_CALLED, Reason
 from tigon.fusion.engine.report import Report, Row
-from tigon.fusion.engine.site import ModuleFilter, Record
 from tigon.fusion.engine.step import describe_foreign_loss, find_backbones, make_step_forward
 from tigon.fusion.memory.auto import Extent
 from tigon.fusion.memory.recompute import LEVELS, Level, Recompute
@@ -208,8 +207,8 @@ class Fusion:
             tensors_not_kept=ledger.recompute.tensors,
             bytes_not_kept=ledger.recompute.bytes,
             bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
-            unfused_heads=dict(ledger.unfused_heads),
-            unfused_adapters=dict(ledger.unfused_adapters),
+            unfused_heads=ledger.unfused_heads,
+            unfused_adapters=ledger.unfused_adapters,
             adapters_off=ledger.adapters_off,
             adapters_before=ledger.adapters_before,
         )

@@ -128,12 +128,10 @@ class Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
         copy_formula = getattr(self.formula, "copy_for", None)  # a formula that knows modules then knows their copies
         formula = self.formula if copy_formula is None else copy_formula(memo)
-        copied = Patch(self.part, ledger, formula, act, before=before, labels_at=self.labels_at)
-        copied.function, copied.key, copied.is_inner = self.function, self.key, self.is_inner
-        copied.is_head_norm, copied.rewritten_by = self.is_head_norm, self.rewritten_by
+        copied = object.__new__(Patch)
         # When the whole model is copied, the copy gets a Fusion once the modules are copied.
-        copied.fusion = self.fusion if ledger is self.ledger else None
-        copied.watched, copied.watched_act = self.watched, self.watched_act
+        fusion = self.fusion if ledger is self.ledger else None
+        vars(copied).update(vars(self), ledger=ledger, act=act, before=before, formula=formula, fusion=fusion)
         return copied
 
 

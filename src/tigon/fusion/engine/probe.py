@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.bytecode import BytecodeAnalysis, analyze_forward
+from tigon.fusion.engine.bytecode import analyze_forward
 from tigon.fusion.engine.reasons import Reason
 
 HOOKS = (
@@ -106,19 +106,18 @@ CASES = (
 def recognition(recognize: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a recognition shielded, and accepts a formula only if the module's code is safe to replace.
 
-    Safe code leaves no state behind after a call, and branches on the module's own attributes alone. The wrapped
-    function takes a module and its code's analysis; callers may leave the analysis out.
+    Safe code leaves no state behind after a call, and branches on the module's own attributes alone.
     """
 
     @functools.wraps(recognize)
-    def recognize_safely(module: nn.Module, analysis: BytecodeAnalysis | Reason | None = None) -> Any:
-        analysis = analyze_forward(module) if analysis is None else analysis
+    def recognize_safely(module: nn.Module) -> Any:
         with shield_probes():
-            formula = recognize(module, analysis)
+            formula = recognize(module)
         if formula is None or isinstance(formula, Reason):
             return formula
         act = getattr(formula, "act_module", None)
-        for code in (analysis, *(() if act is None else (analyze_forward(getattr(module, act)),))):
+        for owner in (module, *(() if act is None else (getattr(module, act),))):
+            code = analyze_forward(owner)
             reason = code if isinstance(code, Reason) else code.reason
             if reason is None and getattr(code, "asks_rank", False) and not hasattr(formula, "ranks"):
                 reason = Reason("its forward depends on how many dimensions its input has")
@@ -210,26 +209,22 @@ def _read_attributes(module: nn.Module, names: frozenset[str] | None) -> dict[st
     return {k: v for k, v in state if k not in _MODULE_ATTRIBUTES and (names is None or k in names)}
 
 
-def list_settings(module: nn.Module, analysis: BytecodeAnalysis | Reason | None = None) -> tuple[tuple[str, Any], ...]:
+def list_settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The numbers, strings and tuples that a module's forward reads, with their values now."""
-    analysis = analyze_forward(module) if analysis is None else analysis
+    analysis = analyze_forward(module)
     names = None if isinstance(analysis, Reason) else analysis.names
     settings = _read_attributes(module, names).items()
     return tuple((k, v) for k, v in settings if isinstance(v, (*_SIMPLE, tuple)) and v == v)
 
 
-def compute_signature(
-    module: nn.Module,
-    analysis: BytecodeAnalysis | Reason | None = None,
-    read_by_parent: frozenset[str] = frozenset(),
-) -> tuple[Any, ...]:
+def compute_signature(module: nn.Module, read_by_parent: frozenset[str] = frozenset()) -> tuple[Any, ...]:
     """A key that is equal for modules that share a probe.
 
     Such modules have the same class, children with the same shapes, and the same values for the attributes, private
     ones too, that their forward's code can read. A `layer_idx` that the code does not name does not enter.
     read_by_parent: names that the code around the module reads.
     """
-    analysis = analyze_forward(module) if analysis is None else analysis
+    analysis = analyze_forward(module)
     names = None if isinstance(analysis, Reason) or analysis.names is None else analysis.names | read_by_parent
     settings = tuple((k, _value(v)) for k, v in sorted(_read_attributes(module, names).items()))
     parameters = tuple(
@@ -237,7 +232,7 @@ def compute_signature(
         for k, p in module._parameters.items()
     )
     children = tuple(
-        (k, type(c), linear_widths(c), None if linear_widths(c) else compute_signature(c, None, names or frozenset()))
+        (k, type(c), linear_widths(c), None if linear_widths(c) else compute_signature(c, names or frozenset()))
         for k, c in module._modules.items()
         if c is not None
     )

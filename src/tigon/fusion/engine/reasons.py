@@ -56,6 +56,7 @@ NO_LABELS_CAME = (
     "the model was called without labels: its loss was computed elsewhere, from real logits "
     "(label smoothing, a loss function of your own, or evaluation)"
 )
+ADAPTERS_OFF = "its adapters are switched off or merged"
 # Libraries whose trainers compute a model's loss themselves → how to have Tigon's loss there.
 OWN_LOSSES = {
     "trl": "fuse: TRL computes the loss of this model by its own code, so that the layers alone run in Tigon. Call "

@@ -18,13 +18,6 @@ from tigon.fusion.engine.bytecode import writes_globals
 from tigon.fusion.engine.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 
 
-class ForwardCache(dict[Any, Any]):
-    """A model's rewritten forwards. Their globals may hold the model's ledger, so a copied model starts without any."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCache:
-        return type(self)()
-
-
 def rewrite_forward(
     forward: Any,
     make_globals: Callable[[types.FunctionType], dict[str, Any]],
@@ -175,6 +168,13 @@ def list_bodies(function: Any) -> Iterator[list[ast.stmt]]:
         for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
             if isinstance(statements, list):
                 yield statements
+
+
+@functools.lru_cache(maxsize=4096)
+def read_groups(forward: Any) -> tuple[tuple[str, ...], ...]:
+    """The names of the children that a forward always calls with the same input, in groups."""
+    function = parse_function(forward)
+    return () if function is None else tuple(tuple(c.name for c in calls) for calls in group_calls(function))
 
 
 class ChildCall(NamedTuple):

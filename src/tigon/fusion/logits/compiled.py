@@ -1,23 +1,25 @@
-"""Lazy logits for torch.compile: a plain object, since Dynamo follows plain classes best (see lazy.py)."""
+"""Lazy logits for torch.compile: a plain object (see deferred.py) where lazy.py has a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.logits.recipe import Recipe, fusable, is_number
 
 
-class CompiledLogits:
+class CompiledLogits(Deferred):
     """The (..., V) logits while torch.compile traces. Outside the compiled code they act as the tensor they build.
 
-    CompiledLogits is not a Tensor, also for `isinstance`. Without gradients, where loops gather logits for metrics, the
+    Without gradients, where loops gather logits for metrics, the
     head under torch.compile therefore returns real logits.
     """
+
+    fields = ("recipe", "origin", "built")
 
     def __init__(self, recipe: Recipe, origin: Any = None) -> None:
         self.recipe, self.origin = recipe, origin
@@ -125,13 +127,13 @@ class CompiledLogits:
                 arguments = fusable(first, *args[1:], **kwargs)
                 if arguments is not None:
                     return first.recipe.cross_entropy(*arguments)
-        name = getattr(func, "__name__", "")
-        return func(*_real(list(args), name), **{k: _real(a, name) for k, a in kwargs.items()})
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("recipe", "origin", "built"):  # copy and pickle ask an uninitialised object
-            raise AttributeError(name)
-        return getattr(self.build(name), name)
+    def __array__(self, *args: Any) -> Any:
+        return self.build("__array__").__array__(*args)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.build("__deepcopy__").__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.build("pickle").__reduce_ex__(protocol)
@@ -140,29 +142,3 @@ class CompiledLogits:
         return repr(self.built) if self.built is not None else (
             f"CompiledLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not built)"
         )  # fmt: skip
-
-    __hash__ = object.__hash__
-
-
-def _real(value: Any, why: str) -> Any:
-    if isinstance(value, CompiledLogits):
-        return value.build(why)
-    if type(value) in (list, tuple):
-        return type(value)([_real(v, why) for v in value])
-    return value
-
-
-def _make_method(name: str) -> Callable[..., Any]:
-    def method(self: CompiledLogits, *args: Any) -> Any:
-        args = tuple(a.build(name) if isinstance(a, CompiledLogits) else a for a in args)
-        return getattr(self.build(name), name)(*args)
-
-    return method
-
-
-_OPERATORS = """
-    radd sub rsub rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg pos abs invert eq ne lt le gt ge
-    and or xor getitem setitem iter bool index contains array deepcopy iadd isub imul itruediv
-"""
-for _name in _OPERATORS.split():
-    setattr(CompiledLogits, f"__{_name}__", _make_method(f"__{_name}__"))

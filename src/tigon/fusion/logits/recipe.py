@@ -215,10 +215,18 @@ class Recipe:
             return before, None
         return (before * after, after) if after > 0 else None
 
-    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: Any, label_smoothing: float) -> Tensor:
+    def head(self) -> Head | None:
+        """The head that gives these logits; None where the steps have another form than a softcap and a scale."""
         form = self.scale_and_softcap()
-        assert form is not None  # callers check `scale_and_softcap` first
-        scale, softcap = form
+        if form is None:
+            return None
+        bias = self.bias
+        for step, value in self.steps:
+            if step == "add":
+                bias = value if bias is None else bias + value
+        return Head(self.weight, bias, form[1], form[0])
+
+    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: Any, label_smoothing: float) -> Tensor:
         device = self.hidden.device.type
         # The dtype that F.cross_entropy would return: fp32 under autocast, else the logits' dtype.
         dtype = self.dtype if autocast_dtype(device) is None else torch.float32
@@ -226,56 +234,41 @@ class Recipe:
         # Tigon's losses define the mean over no label as 0. A fused model must agree with torch's F.cross_entropy,
         # which returns NaN.
         count = (target != ignore_index).sum() if reduction == "mean" else None
+        config = CrossEntropy(
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, divisor=count
+        )
         with self.gather(), autocast_as(device, self.autocast):
-            if not torch.compiler.is_compiling():
-                self.check(use=True)
-            loss = linear_cross_entropy(
-                self.hidden,
-                Head(self.weight, self._whole_bias(), softcap, scale),
-                target,
-                config=CrossEntropy(
-                    ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, divisor=count
-                ),
-                chunks=ChunkOptions(valid_tokens=valid),
-            )
-        self.ledger.count("head", outside=True)
-        self.waiting.in_vain = True
+            head = self._check_head()
+            chunks = ChunkOptions(valid_tokens=valid)
+            loss = linear_cross_entropy(self.hidden, head, target, config=config, chunks=chunks)
+        self._count()
         return self.hand_on(loss.to(dtype))
 
     def logprob(self, target: Tensor, temperature: float) -> LogProb:
         """The targets' `linear_logprob` results, for a weight that stays in memory."""
-        form = self.scale_and_softcap()
-        assert form is not None  # callers check `scale_and_softcap` first
-        scale, softcap = form
         with autocast_as(self.hidden.device.type, self.autocast):
-            if not torch.compiler.is_compiling():
-                self.check(use=True)
-            head = Head(self.weight, self._whole_bias(), softcap, scale)
-            result = linear_logprob(self.hidden, head, target, temperature=temperature)
-        self.ledger.count("head", outside=True)
-        self.waiting.in_vain = True
+            result = linear_logprob(self.hidden, self._check_head(), target, temperature=temperature)
+        self._count()
         return result._replace(logprob=self.hand_on(result.logprob), entropy=self.hand_on(result.entropy))
 
     def choices(self, tokens: Any) -> Tensor:
         """The logits for a few classes, (…, K), for a weight that stays in memory."""
-        form = self.scale_and_softcap()
-        assert form is not None  # callers check `scale_and_softcap` first
-        scale, softcap = form
         with autocast_as(self.hidden.device.type, self.autocast):
-            if not torch.compiler.is_compiling():
-                self.check(use=True)
-            chosen_logits = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
-        self.ledger.count("head", outside=True)
-        self.waiting.in_vain = True
+            chosen_logits = choice_logits(self.hidden, self._check_head(), tokens)
+        self._count()
         return self.hand_on(chosen_logits)
 
-    def _whole_bias(self) -> Tensor | None:
-        """The bias, with the vector that was added to the logits."""
-        bias = self.bias
-        for step, value in self.steps:
-            if step == "add":
-                bias = value if bias is None else bias + value
-        return bias
+    def _check_head(self) -> Head:
+        """The head, for a loss that is computed now."""
+        if not torch.compiler.is_compiling():
+            self.check(use=True)
+        head = self.head()
+        assert head is not None  # callers check `scale_and_softcap` first
+        return head
+
+    def _count(self) -> None:
+        self.ledger.count("head", outside=True)
+        self.waiting.in_vain = True
 
     def hand_on(self, result: Tensor) -> Tensor:
         """Put the hooks that the logits have so far on `result`, which was computed in their place."""

@@ -101,7 +101,7 @@ class Away:
         self.device, self.stream, self.before = t.device, stream, before
         self.origin, self.version = weakref.ref(t), t._version
         self.wanted = self.given = 0
-        self.here: tuple[Tensor, torch.cuda.Event] | None = None
+        self.here: Any = None
         t = t.detach()
         self.host = torch.empty_like(t, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -109,7 +109,7 @@ class Away:
             self.host.copy_(t, non_blocking=True)
         t.record_stream(stream)  # the allocator may reuse t's memory only after the copy
 
-    def fetch(self) -> tuple[Tensor, torch.cuda.Event]:
+    def fetch(self) -> tuple[Tensor, torch.cuda.Event | None]:
         if self.here is None:
             # The copy waits for the work queued on the current stream, which may still use the memory that `back` got.
             back = torch.empty_like(self.host, device=self.device)
@@ -128,9 +128,10 @@ class Away:
         self.given += 1
         if self.given % self.wanted == 0:
             self.here = None  # with retain_graph=True backward asks again, and the tensor is fetched again
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(arrived)
-        back.record_stream(stream)  # a backward pass on another stream may have fetched the tensor
+        if arrived is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(arrived)
+            back.record_stream(stream)  # a backward pass on another stream may have fetched the tensor
         before = self.before() if self.before is not None else None
         if before is not None and before.given == 0:
             before.fetch()
@@ -146,18 +147,8 @@ class CountedAway(Away):
         self.here: Any = None
         self.like = t.size(), t.stride(), t.dtype
 
-    def fetch(self) -> Any:
+    def fetch(self) -> tuple[Tensor, None]:
         if self.here is None:
             size, stride, dtype = self.like
-            self.here = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            self.here = torch.empty_strided(size, stride, dtype=dtype, device="meta"), None
         return self.here
-
-    def tensor(self) -> Tensor:
-        back: Tensor = self.fetch()
-        self.given += 1
-        if self.given % self.wanted == 0:
-            self.here = None
-        before = self.before() if self.before is not None else None
-        if before is not None and before.given == 0:
-            before.fetch()
-        return back

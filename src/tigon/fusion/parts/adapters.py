@@ -9,25 +9,19 @@ tensors when recomputing.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import textwrap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.part import Part, Stage, register
+from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.engine.rewrite import group_calls
-from tigon.fusion.engine.site import Site
-from tigon.fusion.parts.adapted import SWITCHED_OFF, is_adapted, lasting_reason, read_lora
-from tigon.fusion.parts.frozen_weights import find_source, multiplies_itself
+from tigon.fusion.engine.rewrite import read_groups
 from tigon.fusion.parts.head import get_head
+from tigon.fusion.parts.lora_layers import find_source, is_adapted, lasting_reason, multiplies_itself, read_lora
 from tigon.kernels import autocast_dtype
 from tigon.ops.linear.adapters import lora_linear
 from tigon.ops.linear.lora import LoRA
@@ -40,12 +34,12 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     # PEFT passes keyword arguments where a batch mixes adapters.
     if not ledger.active or kwargs or len(args) != 1 or torch.compiler.is_compiling() or is_functorch_active():
         if ledger.active and kwargs:
-            ledger.count_unfused_adapter("it was called with " + ", ".join(kwargs))
+            ledger.count_fallback("adapters", None, "it was called with " + ", ".join(kwargs))
         return plain_forward(self, *args, **kwargs)
     x = args[0]
     own = read_lora(self, x)
     if isinstance(own, Reason):
-        ledger.count_disabled_adapter() if own is SWITCHED_OFF else ledger.count_unfused_adapter(str(own))
+        ledger.count_fallback("adapters", None, own.text)
         return plain_forward(self, x)
     siblings: Siblings = patch.formula
     held = ledger.waiting.get(siblings)
@@ -245,21 +239,8 @@ def _get_patch(module: nn.Module) -> Patch | None:
 
 def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
     """The names, in groups with the same input."""
-    groups = [g for group in _together(type(parent).forward) if (g := tuple(n for n in group if n in names))]
+    groups = [g for group in read_groups(type(parent).forward) if (g := tuple(n for n in group if n in names))]
     return groups + [(n,) for n in names if not any(n in g for g in groups)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
-    """Names of children that a forward always calls, once and with the same local name as their only argument."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    function = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-    if function is None:
-        return []
-    return [tuple(call.name for call in calls) for calls in group_calls(function)]
 
 
 ADAPTERS = register(Adapters())

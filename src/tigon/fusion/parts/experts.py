@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.part import ModulePart, register
 from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.probe import (
@@ -105,7 +104,7 @@ class Experts:
 
 
 @recognition
-def recognize_experts(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Experts | Reason | None:
+def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     """The stacked experts' formula; a Reason if a module is named experts and Tigon lacks the formula; else None."""
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in parameters.values()) == 0:
@@ -120,7 +119,8 @@ def recognize_experts(module: nn.Module, analysis: BytecodeAnalysis | Reason) ->
         return skip("its forward takes something else than tokens, their experts and weights")
     if any(not p.is_floating_point() or p.element_size() == 1 for p in parameters.values()):
         return skip("its weights are quantised")
-    layouts = list(_layouts({k: tuple(p.shape) for k, p in parameters.items()}))
+    act_module = next(iter(module._modules), None)
+    layouts = list(_layouts({k: tuple(p.shape) for k, p in parameters.items()}, inputs, act_module))
     if not layouts:
         return skip("its parameters are not two stacked matrices, with or without biases")
     children = dict(module.named_children())
@@ -130,7 +130,7 @@ def recognize_experts(module: nn.Module, analysis: BytecodeAnalysis | Reason) ->
     if implementation not in GENERAL:
         return skip(f"it is set to run by {implementation!r}")
     for layout in layouts:
-        formula = _of_layout(module, layout, inputs, next(iter(children), None))
+        formula = _complete(module, layout)
         if formula is not None:
             return replace(formula, implementation=implementation)
     return skip("its numbers fit no formula of moe_mlp")
@@ -140,19 +140,8 @@ def _implementation(module: Any) -> Any:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    gate_up: str
-    down: str
-    gate_up_bias: str | None
-    down_bias: str | None
-    by_columns: bool
-    gated: bool
-    experts: int
-
-
-def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
-    """The possible roles of the parameters, by their shapes."""
+def _layouts(shapes: dict[str, tuple[int, ...]], inputs: Any, act_module: str | None) -> Iterator[Experts]:
+    """The possible roles of the parameters, by their shapes, as formulas whose options are still open."""
     matrices = [k for k, s in shapes.items() if len(s) == 3]
     vectors = [k for k, s in shapes.items() if len(s) == 2]
     if len(matrices) != 2 or len(vectors) not in (0, 2) or len(matrices) + len(vectors) != len(shapes):
@@ -166,33 +155,29 @@ def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
             (width, D), (D_down, inner) = first, second
             if E_down != E or D_down != D or width != factor * inner or min(E, D, inner) < 1:
                 continue
-            if not vectors:
-                yield _Layout(gate_up, down, None, None, by_columns, factor == 2, E)
-            for first_bias, second_bias in (vectors, vectors[::-1]) if vectors else ():
-                if shapes[first_bias] == (E, width) and shapes[second_bias] == (E, D):
-                    yield _Layout(gate_up, down, first_bias, second_bias, by_columns, factor == 2, E)
+            biases = (vectors, vectors[::-1]) if vectors else ((None, None),)
+            for first_bias, second_bias in biases:
+                if first_bias is None or (shapes[first_bias] == (E, width) and shapes[second_bias] == (E, D)):
+                    roles = gate_up, down, first_bias, second_bias, by_columns
+                    yield Experts(*roles, inputs, act_module, gated=factor == 2)
 
 
-def _of_layout(
-    module: nn.Module, layout: _Layout, inputs: tuple[str, str, str], act_module: str | None
-) -> Experts | None:
+def _complete(module: nn.Module, layout: Experts) -> Experts | None:
+    """The layout with the options with which the module agrees."""
     numbers = [k for k, v in vars(module).items() if type(v) is float]
     # A number may be a formula option. Or the number may change the module's result: then the formula holds only
     # while the number keeps its value.
     for attributes in [numbers, []] if numbers else [[]]:
         probes = _Probes(module, layout, attributes)
         held = tuple((k, getattr(module, k)) for k in numbers) if not attributes else ()
-        for changes in _formulas(layout.gated, attributes):
-            formula = Experts(
-                layout.gate_up, layout.down, layout.gate_up_bias, layout.down_bias, layout.by_columns, inputs,
-                act_module, held=held, **changes,
-            )  # fmt: skip
+        for changes in _options(layout.gated, attributes):
+            formula = replace(layout, held=held, **changes)
             if probes.fit(formula):
                 return formula
     return None
 
 
-def _formulas(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
+def _options(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
     if not gated:
         yield from ({"act": act, "gated": False} for act in ACTS)
         return
@@ -208,8 +193,9 @@ class _Probes:
 
     D, INNER, TOKENS = 12, 20, 12
 
-    def __init__(self, module: nn.Module, layout: _Layout, attributes: list[str]) -> None:
-        E, K = layout.experts, min(2, layout.experts)
+    def __init__(self, module: nn.Module, layout: Experts, attributes: list[str]) -> None:
+        E = getattr(module, layout.gate_up).shape[0]
+        K = min(2, E)
         width = self.INNER * (2 if layout.gated else 1)
         generator = torch.Generator().manual_seed(0)
         shapes: dict[str, tuple[int, ...]] = {

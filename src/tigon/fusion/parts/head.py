@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.part import Part, Stage, register
+from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.reasons import (
     ADAPTER_ON_HEAD,
@@ -22,7 +22,6 @@ from tigon.fusion.engine.reasons import (
     Reason,
     dtype_of_head,
 )
-from tigon.fusion.engine.site import Site
 from tigon.fusion.engine.step import find_labels_position
 from tigon.fusion.logits.compiled import CompiledLogits
 from tigon.fusion.logits.fsdp_head import find_regather
@@ -51,7 +50,6 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     known = not is_split(self.weight) or (is_gathered(self) and not compiling)
     recipe = Recipe.build(input, self.weight, self.bias, ledger, regather) if known else None
     if recipe is None:
-        ledger.count_unfused_head(_why_plain(self))
         ledger.count_fallback("head", None, _why_plain(self))
         return plain(input)
     return CompiledLogits(recipe) if compiling else LazyLogits.build_lazy(recipe)

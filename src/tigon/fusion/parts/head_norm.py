@@ -20,23 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.parts.norm_formula import RMSForm
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rms_norm import rms_norm
 
 
-class HeadNorm:
+class HeadNorm(Deferred):
     """The (B, T, H, D) or (B, H, T, D) result of a norm over D, not computed yet.
 
-    A HeadNorm is not a Tensor, also for `isinstance`. The object lives within one attention module's forward, from the
-    norm to the rotation.
+    The object lives within one attention module's forward, from the norm to the rotation.
     """
+
+    fields = ("x", "weight", "form", "patch", "normed")
 
     def __init__(self, x: Tensor, weight: Tensor, form: RMSForm, patch: Any) -> None:
         self.x, self.weight, self.form, self.patch = x, weight, form, patch
         self.normed: Tensor | None = None
 
-    def tensor(self) -> Tensor:
+    def build(self, why: str = "") -> Tensor:
         if self.normed is None:
             self.patch.ledger.count("norm", self.patch.key)
             norm: Callable[..., Tensor] = functools.partial(rms_norm, **self.form.options)
@@ -47,7 +49,7 @@ class HeadNorm:
     def transpose(self, dim0: int, dim1: int) -> Any:
         dims = {dim0 % self.x.dim(), dim1 % self.x.dim()}
         if self.normed is not None or self.x.dim() - 1 in dims:
-            return self.tensor().transpose(dim0, dim1)
+            return self.build().transpose(dim0, dim1)
         return HeadNorm(self.x.transpose(dim0, dim1), self.weight, self.form, self.patch)
 
     @property
@@ -64,27 +66,8 @@ class HeadNorm:
     def device(self) -> Any:
         return self.x.device
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*(as_tensor(a) for a in args), **{k: as_tensor(v) for k, v in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("x", "normed"):  # copy and pickle ask an uninitialised object
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
     def __repr__(self) -> str:
         return f"HeadNorm(shape={tuple(self.x.shape)}, dtype={self.x.dtype})"
-
-    __hash__ = object.__hash__
-
-
-def as_tensor(value: Any) -> Any:
-    if isinstance(value, HeadNorm):
-        return value.tensor()
-    if type(value) in (list, tuple):
-        return type(value)([as_tensor(v) for v in value])
-    return value
 
 
 def strip_norm(value: Any) -> Any:
@@ -109,18 +92,3 @@ def fuse_rope(q: Any, k: Any) -> Callable[..., Any] | None:
         return rotated
 
     return rope
-
-
-def _make_method(name: str) -> Callable[..., Any]:
-    def method(self: HeadNorm, *args: Any) -> Any:
-        return getattr(self.tensor(), name)(*(as_tensor(a) for a in args))
-
-    return method
-
-
-_OPERATORS = """
-    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg pos abs invert
-    eq ne lt le gt ge and or xor getitem setitem iter len bool float int index contains iadd isub imul itruediv
-"""
-for _name in _OPERATORS.split():
-    setattr(HeadNorm, f"__{_name}__", _make_method(f"__{_name}__"))

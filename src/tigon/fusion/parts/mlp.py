@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tigon.fusion.engine.bytecode import BytecodeAnalysis
+from tigon.fusion.engine.bytecode import analyze_forward
 from tigon.fusion.engine.part import ModulePart, register
 from tigon.fusion.engine.patch import Patch, is_functorch_active, is_hooked, plain_forward
 from tigon.fusion.engine.probe import (
@@ -331,7 +331,7 @@ class Gated:
 
 
 @recognition
-def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gated | Reason | None:
+def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     """A gated MLP's formula; a Reason if a module has this structure but another result; else None."""
     children = dict(module.named_children())
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
@@ -348,7 +348,7 @@ def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gat
         return None if mixer else Reason(f"it has other modules: {', '.join(others)}")
     if not takes_one_argument(module):
         return None if mixer else Reason("its forward takes more than one input")
-    same_dtypes = getattr(analysis, "compares_dtypes", False)
+    same_dtypes = getattr(analyze_forward(module), "compares_dtypes", False)
     none: list[str | None] = [None]
     acts: list[str | None] = [
         k for k in others if not isinstance(children[k], nn.Dropout) and not has_state(children[k])

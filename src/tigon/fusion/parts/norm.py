@@ -10,7 +10,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.part import ModulePart, register
 from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, plain_forward
 from tigon.fusion.engine.probe import recognition
@@ -26,9 +25,9 @@ from tigon.ops.rms_norm import rms_norm
 
 
 @recognition
-def recognize_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
+def recognize_norm(module: nn.Module) -> Norm | Reason | None:
     """The formula of a norm over the last dimension; a Reason if a module normalises and Tigon lacks the formula."""
-    return find_formula(module, analysis)
+    return find_formula(module)
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

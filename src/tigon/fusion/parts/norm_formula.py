@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.bytecode import BytecodeAnalysis
+from tigon.fusion.engine.bytecode import analyze_forward
 from tigon.fusion.engine.probe import (
     CASES,
     Case,
@@ -117,7 +117,7 @@ ANOTHER_IN_16_BITS = Reason(
 GATE_FORMULA = Reason("its second input does not multiply the normed rows by silu(gate), the one such formula of Tigon")
 
 
-def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
+def find_formula(module: nn.Module) -> Norm | Reason | None:
     """The formula of a norm over the last dimension.
 
     Returns a Reason if a module normalises and Tigon lacks the formula, and None for any other module. A module that
@@ -152,7 +152,7 @@ def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm
         return Reason("it has more parameters than a weight and a bias")
     if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in parameters.values()):
         return Reason("its weight is not a vector", "give it a weight with one dimension, that of the rows")
-    return _select_formula(module, analysis, look, list(parameters), width, gated)
+    return _select_formula(module, look, list(parameters), width, gated)
 
 
 def _takes_two_arguments(module: nn.Module) -> bool:
@@ -164,13 +164,11 @@ def _takes_two_arguments(module: nn.Module) -> bool:
     return len(forward.parameters) == 3
 
 
-def _select_formula(
-    module: nn.Module, analysis: BytecodeAnalysis | Reason, look: Look, names: list[str], width: int, gated: bool
-) -> Norm | Reason:
+def _select_formula(module: nn.Module, look: Look, names: list[str], width: int, gated: bool) -> Norm | Reason:
     """The first formula that agrees with the module in all cases, or the Reason why there is none."""
     best = fits_fp32 = None
     fixed = None if names or width == FREE_WIDTH else width
-    native = _calls_torch_norm(module, analysis)
+    native = _calls_torch_norm(module)
     for eps in list_epsilons(module, look):
         for formula in _list_norms(names, eps, fixed, look.centered, native):
             formula = replace(formula, gated=gated)
@@ -198,7 +196,7 @@ def _select_formula(
         if takes_one_argument(module) and _ignores_nothing_else(module, width):
             look_alone = look_at(module, width)
             if look_alone is not None:
-                return _select_formula(module, analysis, look_alone, names, width, gated=False)
+                return _select_formula(module, look_alone, names, width, gated=False)
         return GATE_FORMULA
     if fits_fp32 is None:
         return NO_FORMULA
@@ -215,10 +213,10 @@ def _ignores_nothing_else(module: nn.Module, width: int) -> bool:
     return isinstance(alone, Tensor) and isinstance(beside, Tensor) and torch.equal(alone, beside)
 
 
-def _calls_torch_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> bool:
+def _calls_torch_norm(module: nn.Module) -> bool:
     """Whether the module calls torch's norm, which autocast runs in fp32, or asks about autocast itself."""
     called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    if "rms_norm" in called or "layer_norm" in called or getattr(analysis, "asks_autocast", False):
+    if "rms_norm" in called or "layer_norm" in called or getattr(analyze_forward(module), "asks_autocast", False):
         return True
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "forward" in called  # by super()
 

@@ -29,15 +29,7 @@ from torch import Tensor, nn
 from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.engine.rewrite import (
-    ChildCall,
-    ForwardCache,
-    group_calls,
-    list_bodies,
-    name_forward,
-    parse_function,
-    rewrite_forward,
-)  # fmt: skip
+from tigon.fusion.engine.rewrite import ChildCall, group_calls, list_bodies, name_forward, read_groups
 from tigon.fusion.parts.plain_linear import plain_layers, why_not_plain
 from tigon.kernels import use_triton
 from tigon.ops.linear.projections import projections
@@ -81,29 +73,16 @@ class ProjectionsPart(Part):
         return None if isinstance(rewritten, Reason) else rewritten
 
 
-class _Forwards(ForwardCache):
-    """(A forward, its groups) → the rewritten forward."""
-
-
 def _rewrite(site: Site, forward: Any, groups: Groups) -> Any:
-    cache, key = site.get_cached(_Forwards), (forward, groups)
-    if key not in cache:
-        make_globals = lambda fn: {_CALL: functools.partial(run_together, (name_forward(fn), groups))}  # noqa: E731
-        cache[key] = rewrite_forward(forward, make_globals, functools.partial(_join_calls, groups))
-    return cache[key]
+    make_globals = lambda fn: {_CALL: functools.partial(run_together, (name_forward(fn), groups))}  # noqa: E731
+    return site.get_rewritten(forward, groups, make_globals, functools.partial(_join_calls, groups))
 
 
 def find_groups(module: nn.Module) -> Groups:
     """The names of the module's own linear layers that the forward calls with the same input, in groups."""
     children = module._modules
-    linear = ([n for n in names if type(children.get(n)) is nn.Linear] for names in _read_groups(type(module).forward))
+    linear = ([n for n in names if type(children.get(n)) is nn.Linear] for names in read_groups(type(module).forward))
     return tuple(tuple(names) for names in linear if len(names) > 1)
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_groups(forward: Any) -> Groups:
-    function = parse_function(forward)
-    return () if function is None else tuple(tuple(c.name for c in calls) for calls in group_calls(function))
 
 
 def _shares_code(installed: Any, forward: Any) -> bool:

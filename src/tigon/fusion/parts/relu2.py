@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.part import ModulePart, register
 from tigon.fusion.engine.patch import is_functorch_active, plain_forward
-from tigon.fusion.engine.probe import CASES, build_probe, recognition, run, same_numbers, takes_one_argument
+from tigon.fusion.engine.probe import CASES, build_probe, recognition, run, takes_one_argument
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.mlp import has_state
@@ -46,18 +45,9 @@ class Squared:
 
 
 @recognition
-def recognize_relu2(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Squared | Reason | None:
+def recognize_relu2(module: nn.Module) -> Squared | Reason | None:
     if next(module.children(), None) is not None or has_state(module) or not takes_one_argument(module):
         return None
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
-    for dtype in (torch.float32, torch.bfloat16):
-        for training in (True, False):
-            probe = build_probe(module, {})
-            probe.training = training
-            y = run(probe, x.to(dtype))
-            if not same_numbers(y, relu2_reference(x.to(dtype))):
-                return None
     for case in CASES:
         probe = build_probe(module, {})
         probe.training = case.training

@@ -33,15 +33,15 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.part import Part, Site, Stage, register
+from tigon.fusion.engine.part import ForwardCache, Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.engine.rewrite import ForwardCache, list_bodies, name_forward, parse_function, rewrite_forward
+from tigon.fusion.engine.rewrite import list_bodies, name_forward, parse_function, rewrite_forward
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.norm import is_rms_norm, norm_fits
 from tigon.fusion.parts.sharded_rows import is_dtensor
@@ -62,32 +62,31 @@ class ResidualNorm(Part):
         norms = [name for name in find_norms(forward) if is_rms_norm(getattr(module, name, None))]
         if norms and site.find_patch(module) is None:
             what = f"the residual sum and {', '.join(norms)} in one pass"
-            rewritten = make_layer_forward(site.get_cached(_Forwards), forward)
+            rewritten = make_layer_forward(site, forward)
             site.replace(self, module, rewritten, None, what, key=name_forward(forward))
-
-
-class _Forwards(ForwardCache):
-    """A layer's forward → the rewritten forward."""
 
 
 @functools.lru_cache(maxsize=4096)
 def find_norms(forward: Any) -> tuple[str, ...]:
     """The names of the norms that a forward calls on a sum just computed, in order."""
     function = parse_function(forward)
-    return () if function is None else tuple(norm for _, _, _, norm in _find_sums(function))
+    return () if function is None else tuple(str(edit.norm) for edit in _find_sums(function))
 
 
-def make_layer_forward(cache: ForwardCache, forward: Any) -> Any:
+def make_layer_forward(site: Site, forward: Any) -> Any:
     """The rewritten forward, behind the decorators that the instance's class has at call time.
 
     transformers wraps the forward of a layer class, and of every derived class, in the function that
     checkpoints. FSDP2 derives such a class from the class of layers that fuse() has replaced already.
     """
 
+    rewritten = site.get_cached(ForwardCache)  # not the site, which holds the model
+
     def rewrite(function: Any) -> Any:
-        if function not in cache:
-            cache[function] = rewrite_forward(function, _make_globals, _join_statements)
-        return cache[function]
+        key = function, "add_norm"
+        if key not in rewritten:
+            rewritten[key] = rewrite_forward(function, _make_globals, _join_statements)
+        return rewritten[key]
 
     first = rewrite(forward)
     if isinstance(first, Reason):
@@ -163,45 +162,44 @@ def _is_plain_sum(one: Any, other: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------- the source
 
 
+class _Edit(NamedTuple):
+    """Two statements of a body: `made` replaces the first; in the last, `norm`'s result replaces its call.
+
+    Without a norm the last statement goes.
+    """
+
+    statements: list[ast.stmt]
+    at: int
+    until: int
+    made: ast.stmt
+    norm: str | None
+
+
 def _join_statements(function: ast.FunctionDef) -> None:
-    sums = list(_find_sums(function))
     # A statement is rewritten once: a norm after a sum comes first, then a unit's sum, then the stream beside a norm.
-    used = [statements[i] for statements, at, until, _ in sums for i in (at, until)]
-    units = list(_find_units(function, used))
-    used += [statements[i] for statements, at, *_ in units for i in (at, at + 1)]
-    forks = list(_find_forks(function, used))
-    for statements, at, until, norm in sums:
-        before, after = statements[at], statements[until]
-        total = _read_sum(before)
-        assert total is not None
-        name, left, right = total
-        statements[at] = ast.copy_location(_make_pair(name, _make_call(_SUM, norm, left, right)), before)
-        statements[until] = _ResultInPlace(norm).visit(after)
-    for statements, at, norm, stream, x in forks:
-        second = statements[at + 1]
-        # At the line of the norm, which is the statement that may raise.
-        statements[at] = ast.copy_location(_make_pair(stream, _make_call(_FORK, norm, _make_load(x))), second)
-        statements[at + 1] = _ResultInPlace(norm).visit(second)
-    for statements, at, unit, residual, x in units:
-        first, second = statements[at : at + 2]
-        name = _read_assignment(second)[0]  # type: ignore[index]
-        call = _make_call(_UNIT, unit, _make_load(residual), _make_load(x))
-        statements[at] = ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], call), first)
-        statements[at + 1] = ast.copy_location(ast.Pass(), second)
+    edits: list[_Edit] = []
+    for find in (_find_sums, _find_units, _find_forks):
+        used = [edit.statements[i] for edit in edits for i in (edit.at, edit.until)]
+        edits += list(find(function, used))
+    for statements, at, until, made, norm in edits:
+        last = statements[until]
+        statements[at] = made
+        statements[until] = ast.copy_location(ast.Pass(), last) if norm is None else _ResultInPlace(norm).visit(last)
 
 
 def _make_load(name: str) -> ast.expr:
     return ast.Name(name, ast.Load())
 
 
-def _make_call(function: str, module: str, *args: ast.expr) -> ast.expr:
-    """function(self.module, *args)"""
-    return ast.Call(_make_load(function), [ast.Attribute(_make_load("self"), module, ast.Load()), *args], [])
+def _make_call(target: ast.expr, function: str, child: str, *args: ast.expr, line: ast.stmt) -> ast.stmt:
+    """target = function(self.child, *args)"""
+    call = ast.Call(_make_load(function), [ast.Attribute(_make_load("self"), child, ast.Load()), *args], [])
+    return ast.copy_location(ast.Assign([target], call), line)
 
 
-def _make_pair(name: str, call: ast.expr) -> ast.stmt:
-    """name, _tigon_norm = call"""
-    return ast.Assign([ast.Tuple([ast.Name(name, ast.Store()), ast.Name(_RESULT, ast.Store())], ast.Store())], call)
+def _make_pair(name: str) -> ast.expr:
+    """The target `name, _tigon_norm`."""
+    return ast.Tuple([ast.Name(name, ast.Store()), ast.Name(_RESULT, ast.Store())], ast.Store())
 
 
 class _ResultInPlace(ast.NodeTransformer):
@@ -217,40 +215,44 @@ class _ResultInPlace(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _find_sums(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
+def _find_sums(function: Any, used: Any = ()) -> Iterator[_Edit]:
     """The places where a name is assigned a sum, and the next statement that is no renaming norms the sum."""
     for statements in list_bodies(function):
         for at, statement in enumerate(statements):
-            total = _read_sum(statement)
-            norm = None if total is None else _find_norm_after(statements, at, total[0])
-            if norm is not None:
-                yield statements, at, *norm
+            match statement:
+                case ast.Assign([ast.Name(total)], ast.BinOp(left, ast.Add(), right)):
+                    norm = _find_norm_after(statements, at, total)
+                    if norm is not None:
+                        made = _make_call(_make_pair(total), _SUM, norm[1], left, right, line=statement)
+                        yield _Edit(statements, at, norm[0], made, norm[1])
 
 
-def _find_forks(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
-    """The places where a name keeps x as the residual stream, and the next statement norms x: norm, stream and x."""
+def _find_forks(function: Any, used: list[ast.stmt]) -> Iterator[_Edit]:
+    """The places where a name keeps x as the residual stream, and the next statement norms x."""
     for statements, at, first, second in _list_pairs(function, used):
-        kept, normed = _read_assignment(first), _read_assignment(second)
-        if kept is None or normed is None or not isinstance(kept[1], ast.Name):
-            continue
-        stream, x = kept[0], kept[1].id
-        calls = [c for call in _list_certain_calls(normed[1]) if (c := _read_call(call)) is not None and c[1] == x]
-        if len(calls) == 1 and stream != x and _only_added(function, stream):
-            yield statements, at, calls[0][0], stream, x
+        match first, second:
+            case ast.Assign([ast.Name(stream)], ast.Name(x)), ast.Assign([ast.Name()], value):
+                calls = _find_calls(value, {x})
+                if len(calls) == 1 and stream != x and _only_added(function, stream):
+                    # At the line of the norm, which is the statement that may raise.
+                    made = _make_call(_make_pair(stream), _FORK, calls[0], _make_load(x), line=second)
+                    yield _Edit(statements, at, at + 1, made, calls[0])
 
 
-def _find_units(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
-    """The places where a name is assigned `self.unit(x)`, and next the sum of that name and another: unit, the other
-    name and x."""
+def _find_units(function: Any, used: list[ast.stmt]) -> Iterator[_Edit]:
+    """The places where a name is assigned `self.unit(x)`, and next the sum of another name and that name."""
     for statements, at, first, second in _list_pairs(function, used):
-        made, total = _read_assignment(first), _read_sum(second)
-        called = None if made is None else _read_call(made[1])
-        if made is None or called is None or total is None:
-            continue
-        name, (unit, x), (target, left, right) = made[0], called, total
-        own = isinstance(right, ast.Name) and right.id == name == target
-        if own and isinstance(left, ast.Name) and left.id != name:
-            yield statements, at, unit, left.id, x
+        match first, second:
+            case (
+                ast.Assign([ast.Name(name)], ast.Call() as call),
+                ast.Assign([ast.Name(total)], ast.BinOp(ast.Name(residual), ast.Add(), ast.Name(made))),
+            ):
+                called = _read_call(call)
+                if called is not None and name == total == made != residual:
+                    terms = _make_load(residual), _make_load(called[1])
+                    target = ast.Name(name, ast.Store())
+                    edit = _make_call(target, _UNIT, called[0], *terms, line=first)
+                    yield _Edit(statements, at, at + 1, edit, None)
 
 
 def _list_pairs(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, ast.stmt]]:
@@ -259,22 +261,6 @@ def _list_pairs(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
             if first not in used and second not in used:
                 yield statements, at, first, second
-
-
-def _read_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """A statement's single assigned name, and the value; None for any other statement."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    (target,) = statement.targets
-    return (target.id, statement.value) if isinstance(target, ast.Name) else None
-
-
-def _read_sum(statement: ast.stmt) -> tuple[str, ast.expr, ast.expr] | None:
-    """The name that is assigned a sum, and the sum's terms; None for any other statement."""
-    assignment = _read_assignment(statement)
-    if assignment is None or not isinstance(assignment[1], ast.BinOp) or not isinstance(assignment[1].op, ast.Add):
-        return None
-    return assignment[0], assignment[1].left, assignment[1].right
 
 
 def _only_added(function: Any, name: str) -> bool:
@@ -293,18 +279,21 @@ def _only_added(function: Any, name: str) -> bool:
 def _find_norm_after(statements: list[ast.stmt], at: int, total: str) -> tuple[int, str] | None:
     names = {total}
     for until in range(at + 1, len(statements)):
-        statement = statements[until]
-        if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
-            return None
-        renamed = _read_assignment(statement)
-        if renamed is not None and isinstance(renamed[1], ast.Name):
-            (names.add if renamed[1].id in names else names.discard)(renamed[0])
-            continue
-        calls = [
-            c for call in _list_certain_calls(statement.value) if (c := _read_call(call)) is not None and c[1] in names
-        ]
-        return (until, calls[0][0]) if len(calls) == 1 else None
+        match statements[until]:
+            case ast.Assign([ast.Name(name)], ast.Name(value)):
+                (names.add if value in names else names.discard)(name)
+            case ast.Assign() | ast.Return() | ast.Expr() as statement if statement.value is not None:
+                calls = _find_calls(statement.value, names)
+                return (until, calls[0]) if len(calls) == 1 else None
+            case _:
+                return None
     return None
+
+
+def _find_calls(node: ast.AST, names: set[str]) -> list[str]:
+    """The children that an expression always calls, exactly once, with one of these names alone."""
+    calls = (_read_call(call) for call in _list_certain_calls(node))
+    return [child for child, x in filter(None, calls) if x in names]
 
 
 def _list_certain_calls(node: ast.AST) -> Iterator[ast.Call]:
@@ -319,12 +308,10 @@ def _list_certain_calls(node: ast.AST) -> Iterator[ast.Call]:
 
 def _read_call(node: ast.AST) -> tuple[str, str] | None:
     """name and x in a call `self.name(x)`; None for any other node."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
-        return None
-    func = node.func
-    if not isinstance(func, ast.Attribute) or not isinstance(func.value, ast.Name) or func.value.id != "self":
-        return None
-    return func.attr, node.args[0].id
+    match node:
+        case ast.Call(ast.Attribute(ast.Name("self"), name), [ast.Name(x)], []):
+            return name, x
+    return None
 
 
 register(ResidualNorm())

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.fusion.engine.ledger import Ledger
-from tigon.fusion.engine.part import Part, Site, register
+from tigon.fusion.engine.part import ForwardCache, Part, Site, register
 from tigon.fusion.engine.patch import is_functorch_active
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.engine.rewrite import ForwardCache, name_forward, rewrite_forward
+from tigon.fusion.engine.rewrite import name_forward
+from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.logits.recipe import DTYPES, get_version
-from tigon.fusion.parts.head_norm import as_tensor, fuse_rope, strip_norm
+from tigon.fusion.parts.head_norm import fuse_rope, strip_norm
 from tigon.fusion.parts.rotary_formula import Rotary, read_arguments, recognize_rotary
 from tigon.kernels.graph_capture import is_captured
 from tigon.ops.rope import rope
@@ -45,19 +46,12 @@ class RotaryPart(Part):
         return rewritten
 
 
-class _Forwards(ForwardCache):
-    """A forward → the same with tigon.rope for the rotary functions, counting by the model's ledger."""
-
-
 class _Formulas(ForwardCache):
     """A function → the rotary functions called there, with their formulas. Their module may get others later."""
 
 
 def _rewrite(site: Site, forward: Any) -> Any:
-    cache = site.get_cached(_Forwards)
-    if forward not in cache:
-        cache[forward] = rewrite_forward(forward, functools.partial(_make_globals, site))
-    return cache[forward]
+    return site.get_rewritten(forward, "rotary", functools.partial(_make_globals, site))
 
 
 def _make_globals(site: Site, fn: types.FunctionType) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.engine.part import Part, Stage, register
-from tigon.fusion.engine.site import Site
+from tigon.fusion.engine.part import Part, Site, Stage, register
 
 
 class SharedPrefix(Part):

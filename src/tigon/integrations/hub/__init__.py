@@ -25,19 +25,9 @@ from tigon.fusion.parts.norm import recognize_norm
 from tigon.fusion.parts.norm_formula import Norm
 from tigon.fusion.parts.rotary_formula import Rotary, Turn, recognize_rotary
 from tigon.install import install
-from tigon.integrations.hub.layers import LAYERS
+from tigon.integrations.hub.layers import LAYERS, NORMS, ROTARY
 
 REPOSITORY = Path(__file__).parent
-
-# Layers by (offset, cast, whether the norm has a gate), by activation, and by whether q and k keep their dtypes.
-_NORMS = {
-    (0.0, "llama", False): "RMSNorm",
-    (0.0, "gemma", False): "RMSNormRoundedOnce",
-    (1.0, "gemma", False): "RMSNormZeroCentered",
-    (0.0, "llama", True): "RMSNormGated",
-}
-_MLPS = {act: mlp for act, (mlp, _) in LAYERS.items()}
-_ROTARY = {False: "RotaryPosEmb", True: "RotaryPosEmbKept"}
 
 
 def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
@@ -134,11 +124,11 @@ def _layer_for(module: nn.Module) -> str | None:
         eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"  # as layers.py reads it
         if norm.centered or norm.weight != "weight" or norm.eps != eps or norm.native:
             return None
-        return _NORMS.get((norm.offset, norm.cast, norm.gated))
+        return NORMS.get((norm.offset, norm.cast, norm.gated))
     mlp = recognize_mlp(module) if norm is None or isinstance(norm, Reason) else None
     if isinstance(mlp, Gated):
         plain = Gated("gate_proj", "up_proj", "down_proj", mlp.act, mlp.act_module)
-        return _MLPS.get(mlp.act) if mlp == plain else None
+        return LAYERS[mlp.act][0] if mlp == plain else None
     return None
 
 
@@ -151,7 +141,7 @@ def _rotary_for(function: Any) -> str | None:
     found = recognize_rotary(functools.partial(type(function).forward, function))
     if not isinstance(found, Rotary) or found.turn != Turn() or found.names != ("q", "k", "cos", "sin"):
         return None
-    return _ROTARY[found.keeps] if found.full and found.unsqueeze and found.default == 1 else None
+    return ROTARY[found.keeps] if found.full and found.unsqueeze and found.default == 1 else None
 
 
 def _device(model: nn.Module) -> str:

@@ -7,6 +7,7 @@ operator does not apply (fp64, torch.func, another weight dtype), the class's ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,124 +20,107 @@ from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 
 
-class RMSNorm(nn.Module):
-    """Llama's: x / rms(x) is rounded to x's dtype, then multiplied by the weight."""
+class Layer(nn.Module):
+    """The flags that `kernels` reads."""
 
     can_torch_compile = True
     has_backward = True
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if not _norm_fits(self, hidden_states):
-            return type(self).forward(self, hidden_states)
-        return rms_norm(hidden_states, self.weight, eps=_eps(self), cast="llama")
+
+def _add_layer(name: str, doc: str, forward: Callable[..., Any]) -> str:
+    """Add a layer to this module, where `kernels` looks layers up by name."""
+    forward.__name__, forward.__qualname__ = "forward", f"{name}.forward"
+    globals()[name] = type(name, (Layer,), {"__doc__": doc, "__module__": __name__, "forward": forward})
+    return name
 
 
-class RMSNormRoundedOnce(nn.Module):
-    """OLMo's and Nemotron's: multiplied by the weight in fp32, and rounded at the end."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if not _norm_fits(self, hidden_states):
-            return type(self).forward(self, hidden_states)
-        return rms_norm(hidden_states, self.weight, eps=_eps(self), cast="gemma")
-
-
-class RMSNormZeroCentered(nn.Module):
-    """Gemma's and Qwen3.5's: multiplied by 1 + weight in fp32, and rounded at the end."""
-
-    can_torch_compile = True
-    has_backward = True
-
+def _norm_forward(offset: float, cast: Any) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         if not _norm_fits(self, x):
+            own: Tensor = type(self).forward(self, x)
+            return own
+        return rms_norm(x, self.weight, eps=_eps(self), offset=offset, cast=cast)
+
+    return forward
+
+
+def _gated_norm_forward(self: Any, x: Tensor, gate: Tensor | None = None) -> Any:
+    if not isinstance(gate, Tensor) or (gate.dtype, gate.shape) != (x.dtype, x.shape):
+        return type(self).forward(self, x, gate)
+    if self.weight.dtype != x.dtype or not _norm_fits(self, x):
+        return type(self).forward(self, x, gate)
+    return swiglu(gate, rms_norm(x, self.weight, eps=_eps(self), cast="llama"))
+
+
+# (offset, cast, whether the norm has a gate) → its layer name.
+NORMS = {
+    (0.0, "llama", False): _add_layer(
+        "RMSNorm", "Llama's: x / rms(x) is rounded to x's dtype, then multiplied by the weight.",
+        _norm_forward(0.0, "llama"),
+    ),
+    (0.0, "gemma", False): _add_layer(
+        "RMSNormRoundedOnce", "OLMo's and Nemotron's: multiplied by the weight in fp32, and rounded at the end.",
+        _norm_forward(0.0, "gemma"),
+    ),
+    (1.0, "gemma", False): _add_layer(
+        "RMSNormZeroCentered", "Gemma's and Qwen3.5's: multiplied by 1 + weight in fp32, and rounded at the end.",
+        _norm_forward(1.0, "gemma"),
+    ),
+    (0.0, "llama", True): _add_layer(
+        "RMSNormGated", "Qwen3-Next's: Llama's norm, times silu(gate).", _gated_norm_forward
+    ),
+}  # fmt: skip
+
+
+def _mlp_forward(act: Any) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        if is_functorch_active():
             return type(self).forward(self, x)
-        return rms_norm(x, self.weight, eps=_eps(self), offset=1.0, cast="gemma")
+        # The layers are called as modules: adapters and hooks keep working.
+        return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), act=act))
+
+    return forward
 
 
-class RMSNormGated(nn.Module):
-    """Qwen3-Next's: Llama's norm, times silu(gate)."""
+def _halves_forward(act: Any) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        return type(self).forward(self, x) if is_functorch_active() else gated_unit(x, act=act)
 
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        x = hidden_states
-        if not isinstance(gate, Tensor) or (gate.dtype, gate.shape) != (x.dtype, x.shape):
-            return type(self).forward(self, x, gate)
-        if self.weight.dtype != x.dtype or not _norm_fits(self, x):
-            return type(self).forward(self, x, gate)
-        return swiglu(gate, rms_norm(x, self.weight, eps=_eps(self), cast="llama"))
+    return forward
 
 
-def _gated_mlp(act: Any, formula: str) -> type[nn.Module]:
-    class GatedMLP(nn.Module):
-        can_torch_compile = True
-        has_backward = True
-
-        def forward(self: Any, x: Tensor) -> Tensor:
-            if is_functorch_active():
-                return type(self).forward(self, x)
-            return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), act=act))
-
-    GatedMLP.__doc__ = f"""down_proj(act(gate_proj(x)) · up_proj(x)), act(g) = {formula}.
-
-    The layers are called as modules: adapters and hooks keep working."""
-    return GatedMLP
-
-
-def _act_and_mul(act: Any, formula: str) -> type[nn.Module]:
-    class ActAndMul(nn.Module):
-        can_torch_compile = True
-        has_backward = True
-
-        def forward(self: Any, x: Tensor) -> Tensor:
-            return type(self).forward(self, x) if is_functorch_active() else gated_unit(x, act=act)
-
-    ActAndMul.__doc__ = f"""act of the first half of x times the second half, act(g) = {formula}."""
-    return ActAndMul
-
-
-def _made_for(act: str) -> tuple[str, str]:
-    """Create an activation's two layers, and return their names."""
-    camel = "".join(word.capitalize() for word in act.split("_"))
+def _add_act_layers(act: str) -> tuple[str, str]:
+    """Add an activation's two layers, and return their names."""
+    camel, formula = "".join(word.capitalize() for word in act.split("_")), f"act(g) = {ACTS[act].formula}."
     # The names in other kernel repositories for the two usual MLPs.
-    mlp, halves = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}.get(act, f"{camel}GatedMLP"), f"{camel}AndMul"
-    for name, make in ((mlp, _gated_mlp), (halves, _act_and_mul)):
-        layer = make(act, ACTS[act].formula)
-        layer.__name__ = layer.__qualname__ = name
-        globals()[name] = layer  # `kernels` looks a layer up as an attribute of this module
-    return mlp, halves
+    mlp = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}.get(act, f"{camel}GatedMLP")
+    _add_layer(mlp, f"down_proj(act(gate_proj(x)) · up_proj(x)), {formula}", _mlp_forward(act))
+    _add_layer(f"{camel}AndMul", f"act of the first half of x times the second half, {formula}", _halves_forward(act))
+    return mlp, f"{camel}AndMul"
 
 
-LAYERS = {act: _made_for(act) for act in ACTS}  # activation → its layer names: MLP, packed halves
+LAYERS = {act: _add_act_layers(act) for act in ACTS}  # activation → its layer names: MLP, packed halves
 
 
-class RotaryPosEmb(nn.Module):
-    """Llama's: rotated halves per head, the result in the promoted dtype of each with cos."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def _rotary_forward(keeps: bool) -> Callable[..., Any]:
+    def forward(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         if not _rotary_fits(q, k, cos, sin, unsqueeze_dim):
             return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
         turned_q, turned_k = rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return turned_q, turned_k
+        return (turned_q.to(q.dtype), turned_k.to(k.dtype)) if keeps else (turned_q, turned_k)
+
+    return forward
 
 
-class RotaryPosEmbKept(nn.Module):
-    """OLMo's: the same, with results in the dtypes of q and k."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if not _rotary_fits(q, k, cos, sin, unsqueeze_dim):
-            return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
-        turned_q, turned_k = rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return turned_q.to(q.dtype), turned_k.to(k.dtype)
+# Whether the results have the dtypes of q and k → the layer name.
+ROTARY = {
+    False: _add_layer(
+        "RotaryPosEmb", "Llama's: rotated halves per head, the result in the promoted dtype of each with cos.",
+        _rotary_forward(keeps=False),
+    ),
+    True: _add_layer("RotaryPosEmbKept", "OLMo's: the same, with results in the dtypes of q and k.",
+                     _rotary_forward(keeps=True)),
+}  # fmt: skip
 
 
 def _eps(module: Any) -> float:

@@ -18,17 +18,17 @@ _NAMES = {
         LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4
         LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next LigerReLUSquared LigerSoftmax LigerSparsemax
         LigerSwiGLUMLP""",
-    "cross_entropy": """CrossEntropyOutput LigerCrossEntropyLoss LigerForCausalLMLoss LigerFusedLinearCrossEntropyLoss
-        fixed_fused_linear_cross_entropy liger_cross_entropy liger_fused_linear_cross_entropy
+    "cross_entropy": """CrossEntropyOutput LigerForCausalLMLoss fixed_fused_linear_cross_entropy
         unpack_cross_entropy_result""",
     "divergences": """LigerFusedLinearJSD LigerJSD LigerKLDIVLoss LigerTVDLoss liger_fused_linear_jsd liger_jsd
         liger_kl_div liger_tvd""",
     "functional": """liger_dyt liger_fused_add_rms_norm liger_geglu liger_group_norm liger_layer_norm
         liger_multimodal_rotary_pos_emb liger_poly_norm liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_rope
         liger_rotary_pos_emb liger_softmax liger_sparsemax liger_swiglu""",
-    "chunked_loss": """LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityLoss LigerFusedLinearDPOLoss
-        LigerFusedLinearGRPOLoss LigerFusedLinearJSDLoss LigerFusedLinearKTOLoss LigerFusedLinearORPOLoss
-        LigerFusedLinearSimPOLoss""",
+    "chunked_loss": """LigerCrossEntropyLoss LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityLoss
+        LigerFusedLinearCrossEntropyLoss LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss LigerFusedLinearJSDLoss
+        LigerFusedLinearKTOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss liger_cross_entropy
+        liger_fused_linear_cross_entropy""",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("chunked_loss", "functional")

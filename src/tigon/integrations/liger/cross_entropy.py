@@ -1,4 +1,4 @@
-"""Liger's cross entropy of logits and of a head, as functions and as modules.
+"""Liger's cross entropy of a head, in chunks of logits, and the loss of a causal language model.
 
 Losses are fp32 whatever the inputs are, and the logits are not overwritten. Where every target is ignored the loss is
 0, as in Liger; torch returns NaN.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tigon.integrations.liger.options import accumulate, make_loss_module, without_effect
+from tigon.integrations.liger.options import accumulate, without_effect
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
@@ -34,129 +34,82 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-# ---------------------------------------------------------------------------------------------------- cross entropy
+@dataclass(frozen=True, kw_only=True)
+class HeadCrossEntropy:
+    """The cross entropy of a head's logits, with Liger's options.
 
-
-def liger_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
-    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0, softcap: float | None = None, return_z_loss: bool = False,
-    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """`tigon.cross_entropy` by Liger's arguments. The logits are not overwritten.
-
-    Args:
-        input: logits (M, V), any float dtype. target: (M,) class indices.
-        weight: class weights (V,).
-        lse_square_scale: z_loss in `tigon.cross_entropy`.
-        size_average, reduce: must be None; use `reduction`.
-    Returns: the loss, () or (M,) with reduction="none"; or a `CrossEntropyOutput` if any return_… is set.
-        token_accuracy is the share of counted rows that are right, a number per row with reduction="none";
-        predicted_tokens (M,) are −1 where the target is ignored.
+    name: the caller, for messages. wanted: z-loss, accuracy and predicted classes. items: the mean's divisor in place
+    of the token count.
     """
-    for name, value in (("size_average", size_average), ("reduce", reduce)):
-        if value is not None:
-            raise ValueError(f"liger_cross_entropy: {name} must be None, since reduction says it, got {value!r}.")
-    wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
-    valid = target != ignore_index
-    config = CrossEntropy(
-        ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
-        label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap,
-    )  # fmt: skip
-    found = cross_entropy(input, target, weight, config=config, details=any(wanted))  # type: ignore[call-overload]
-    if isinstance(found, Tensor):
-        return found
-    accuracy = _correct(found.predicted, target, valid) if reduction == "none" else found.accuracy
-    return _output(wanted, found.loss, found.z_loss, accuracy, found.predicted)
 
+    name: str
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    accum_dtype: torch.dtype | None = None
+    use_token_scaling: bool = False
+    wanted: tuple[bool, bool, bool] = (False, False, False)
+    items: Tensor | float | None = None
 
-def liger_fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
-    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    chunk_mem_const: int = 1,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """`tigon.linear_cross_entropy` by Liger's arguments.
+    def __call__(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None
+    ) -> Tensor | CrossEntropyOutput:
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"{self.name}: reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}.")
+        summed = accumulate(self.name, self.accum_dtype, weight)
+        valid = target != self.ignore_index
+        count = valid.sum().clamp(min=1) if self.items is None else self.items
+        if ce_weight is None and not self.use_token_scaling and not any(self.wanted):
+            config = CrossEntropy(
+                ignore_index=self.ignore_index, reduction=self.reduction,  # type: ignore[arg-type]
+                z_loss=self.lse_square_scale, label_smoothing=self.label_smoothing,
+                divisor=count if self.reduction == "mean" else None,
+            )  # fmt: skip
+            head, chunks = Head(weight, bias, self.softcap), ChunkOptions(accumulate=summed)
+            return linear_cross_entropy(x, head, target, config=config, chunks=chunks)
 
-    `tigon.linear_cross_entropy` has no argument for ce_weight, use_token_scaling and return_…. With any of these the
-    loss goes through logit chunks that are recomputed in the backward pass: as little memory, a fourth matrix product.
+        def rows(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            return self._rows(logits, target, ce_weight)
 
-    Args:
-        input: (M, H). weight: (V, H). target: (M,) class indices. bias: (V,).
-        ce_weight: class weights (V,).
-        lse_square_scale: z_loss in `tigon.linear_cross_entropy`. ce_weight does not weight this term.
-        accum_dtype: dtype in which the weight's gradient is summed: None for fp32, or the weight's dtype.
-        chunk_mem_const: has no effect; chunks follow a budget in bytes.
-    Returns: as `liger_cross_entropy`.
-    """
-    without_effect("liger_fused_linear_cross_entropy", chunk_mem_const=(chunk_mem_const, 1))
-    wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
-    return head_cross_entropy(
-        "liger_fused_linear_cross_entropy", input, weight, target, bias, ce_weight, wanted, None,
-        ignore_index=ignore_index, lse_square_scale=lse_square_scale, label_smoothing=label_smoothing,
-        reduction=reduction, softcap=softcap, accum_dtype=accum_dtype, use_token_scaling=use_token_scaling,
-    )  # fmt: skip
+        loss, z, predicted = in_chunks(rows, x, weight, bias, target, accum_dtype=self.accum_dtype)
+        accuracy = mark_correct(predicted, target, self.ignore_index)
+        if self.reduction != "none":
+            loss, z, accuracy = loss.sum(), z.sum(), accuracy.sum() / valid.sum()
+        if self.reduction == "mean":
+            weights = count
+            if ce_weight is not None and self.items is None:
+                weights = torch.where(valid, ce_weight.detach()[torch.where(valid, target, 0)], 0.0).sum()
+                weights = torch.where(valid.any(), weights, 1.0)
+            loss, z = loss / weights, z / count
+        return make_output(self.wanted, loss + z, z, accuracy, predicted) if any(self.wanted) else loss + z
 
-
-def head_cross_entropy(
-    name: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
-    wanted: tuple[bool, bool, bool], items: Tensor | float | None, *, ignore_index: int, lse_square_scale: float,
-    label_smoothing: float, reduction: str, softcap: float | None, accum_dtype: torch.dtype | None,
-    use_token_scaling: bool,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """wanted: z-loss, accuracy and predicted classes. items: the mean's divisor in place of the token count."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
-    summed = accumulate(name, accum_dtype, weight)
-    valid = target != ignore_index
-    count = valid.sum().clamp(min=1) if items is None else items
-    if ce_weight is None and not use_token_scaling and not any(wanted):
+    def _rows(self, logits: Tensor, target: Tensor, ce_weight: Tensor | None) -> tuple[Tensor, ...]:
+        """Each row's loss, z-loss and predicted class."""
         config = CrossEntropy(
-            ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
-            z_loss=lse_square_scale, label_smoothing=label_smoothing, divisor=count if reduction == "mean" else None,
-        )  # fmt: skip
-        head, chunks = Head(weight, bias, softcap), ChunkOptions(accumulate=summed)
-        return linear_cross_entropy(input, head, target, config=config, chunks=chunks)
-
-    def rows(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        config = CrossEntropy(
-            ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing, softcap=softcap
+            ignore_index=self.ignore_index, reduction="none", label_smoothing=self.label_smoothing, softcap=self.softcap
         )
         loss, _, _, predicted = cross_entropy(logits, target, ce_weight, config=config, details=True)
         z = torch.zeros_like(loss)
-        if lse_square_scale:  # separate, since class weights do not apply to the z-loss
-            z = _z_loss(logits, lse_square_scale, softcap).masked_fill(target == ignore_index, 0.0)
-        if use_token_scaling:
-            p = logprob(logits.detach(), target, ignore_index=ignore_index, softcap=softcap).logprob.exp()
-            loss, z = loss * p, z * p
+        if self.lse_square_scale:  # separate, since class weights do not apply to the z-loss
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if self.softcap is not None:
+                wide = self.softcap * torch.tanh(wide / self.softcap)
+            z = self.lse_square_scale * wide.logsumexp(-1).square()
+            z = z.masked_fill(target == self.ignore_index, 0.0)
+        if self.use_token_scaling:
+            scale = logprob(logits.detach(), target, ignore_index=self.ignore_index, softcap=self.softcap).logprob.exp()
+            loss, z = loss * scale, z * scale
         return loss, z, predicted
 
-    loss, z, predicted = in_chunks(rows, input, weight, bias, target, accum_dtype=accum_dtype)
-    accuracy = _correct(predicted, target, valid)
-    if reduction != "none":
-        loss, z, accuracy = loss.sum(), z.sum(), accuracy.sum() / valid.sum()
-    if reduction == "mean":
-        weights = count
-        if ce_weight is not None and items is None:
-            weights = torch.where(valid, ce_weight.detach()[torch.where(valid, target, 0)], 0.0).sum()
-            weights = torch.where(valid.any(), weights, 1.0)
-        loss, z = loss / weights, z / count
-    return _output(wanted, loss + z, z, accuracy, predicted) if any(wanted) else loss + z
+
+def mark_correct(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """1 where the prediction is the target, 0 elsewhere and where the target is ignored."""
+    return ((predicted == target) & (target != ignore_index)).float()
 
 
-def _z_loss(logits: Tensor, coefficient: float, softcap: float | None) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return coefficient * logits.logsumexp(-1).square()
-
-
-def _correct(predicted: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    return ((predicted == target) & valid).float()
-
-
-def _output(wanted: tuple[bool, ...], loss: Tensor, *others: Tensor) -> CrossEntropyOutput:
+def make_output(wanted: tuple[bool, ...], loss: Tensor, *others: Tensor) -> CrossEntropyOutput:
     return CrossEntropyOutput(
         loss, *(value.detach() if want else None for want, value in zip(wanted, others, strict=True))
     )
@@ -184,19 +137,6 @@ def in_chunks(
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-LigerCrossEntropyLoss = make_loss_module(
-    "LigerCrossEntropyLoss", liger_cross_entropy, "_input=input target",
-    "weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss return_token_accuracy "
-    "return_predicted_tokens",
-)  # fmt: skip
-LigerFusedLinearCrossEntropyLoss = make_loss_module(
-    "LigerFusedLinearCrossEntropyLoss", liger_fused_linear_cross_entropy,
-    "lin_weight=weight _input=input target bias",
-    "ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype "
-    "use_token_scaling return_token_accuracy return_predicted_tokens",
-)  # fmt: skip
-
-
 # -------------------------------------------------------------------------- the loss of a causal language model
 
 
@@ -221,16 +161,15 @@ def fixed_fused_linear_cross_entropy(
     """
     name = "fixed_fused_linear_cross_entropy"
     without_effect(name, chunk_mem_const=(kwargs.pop("chunk_mem_const", 1), 1))
-    options = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "use_token_scaling": False}
     bias, ce_weight = kwargs.pop("bias", None), kwargs.pop("ce_weight", None)
-    unknown = set(kwargs) - set(options)
+    unknown = set(kwargs) - {"lse_square_scale", "label_smoothing", "use_token_scaling"}
     if unknown:
         raise TypeError(f"{name}: got an unexpected keyword argument {min(unknown)!r}.")
-    return head_cross_entropy(
-        name, hidden_states, lm_head_weight, target, bias, ce_weight,
-        (False, return_token_accuracy, return_predicted_tokens), num_items_in_batch, ignore_index=ignore_index,
-        reduction="mean", softcap=final_logit_softcapping, accum_dtype=accum_dtype, **{**options, **kwargs},
+    loss = HeadCrossEntropy(
+        name=name, ignore_index=ignore_index, softcap=final_logit_softcapping, accum_dtype=accum_dtype,
+        wanted=(False, return_token_accuracy, return_predicted_tokens), items=num_items_in_batch, **kwargs,
     )  # fmt: skip
+    return loss(hidden_states, lm_head_weight, target, bias, ce_weight)
 
 
 def LigerForCausalLMLoss(

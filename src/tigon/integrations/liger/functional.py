@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.liger import absent
-from tigon.integrations.liger.cross_entropy import (
-    CrossEntropyOutput,
-    liger_cross_entropy,
-    liger_fused_linear_cross_entropy,
-)
-from tigon.integrations.liger.divergences import (
-    liger_fused_linear_jsd,
-    liger_jsd,
-    liger_kl_div,
-    liger_tvd,
-)
+from tigon.integrations.liger.chunked_loss import liger_cross_entropy as liger_cross_entropy
+from tigon.integrations.liger.chunked_loss import liger_fused_linear_cross_entropy as liger_fused_linear_cross_entropy
+from tigon.integrations.liger.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
+from tigon.integrations.liger.divergences import liger_fused_linear_jsd as liger_fused_linear_jsd
+from tigon.integrations.liger.divergences import liger_jsd as liger_jsd
+from tigon.integrations.liger.divergences import liger_kl_div as liger_kl_div
+from tigon.integrations.liger.divergences import liger_tvd as liger_tvd
 from tigon.integrations.liger.options import without_effect
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.dyt import dyt
@@ -32,30 +28,6 @@ from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import Rope, rope
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
-
-__all__ = [
-    "CrossEntropyOutput",
-    "liger_cross_entropy",
-    "liger_dyt",
-    "liger_fused_add_rms_norm",
-    "liger_fused_linear_cross_entropy",
-    "liger_fused_linear_jsd",
-    "liger_geglu",
-    "liger_group_norm",
-    "liger_jsd",
-    "liger_kl_div",
-    "liger_layer_norm",
-    "liger_poly_norm",
-    "liger_qwen2vl_mrope",
-    "liger_relu_squared",
-    "liger_rms_norm",
-    "liger_rope",
-    "liger_softmax",
-    "liger_sparsemax",
-    "liger_swiglu",
-    "liger_tvd",
-]
-
 
 Pair = tuple[Tensor, Tensor]
 

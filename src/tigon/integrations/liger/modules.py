@@ -22,7 +22,7 @@ from tigon.integrations.liger.functional import (
     liger_softmax,
     liger_sparsemax,
 )
-from tigon.integrations.liger.options import without_effect
+from tigon.integrations.liger.options import make_loss_module, without_effect
 from tigon.ops.acts import ACTS
 from tigon.ops.embedding import embedding
 from tigon.ops.gated import geglu, swiglu
@@ -187,32 +187,9 @@ class LigerPolyNorm(nn.Module):
         return f"eps={self.variance_epsilon}"
 
 
-class LigerReLUSquared(nn.Module):
-    """`tigon.relu2`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return liger_relu_squared(x)
-
-
-class LigerSoftmax(nn.Module):
-    """`tigon.softmax` over the last dimension."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return liger_softmax(x)
-
-
-class LigerSparsemax(nn.Module):
-    """`tigon.sparsemax` over `dim`."""
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return liger_sparsemax(x, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
+LigerReLUSquared = make_loss_module("LigerReLUSquared", liger_relu_squared, "x", "")
+LigerSoftmax = make_loss_module("LigerSoftmax", liger_softmax, "x", "")
+LigerSparsemax = make_loss_module("LigerSparsemax", liger_sparsemax, "x=input", "dim")
 
 
 class LigerEmbedding(nn.Module):

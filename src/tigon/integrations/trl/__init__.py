@@ -32,7 +32,7 @@ from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.model import fuse as fuse_model
 from tigon.fusion.engine.report import Report, Row
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
-from tigon.integrations.trl.logprobs import replace_projection, whole_logits_of
+from tigon.integrations.trl.logprobs import replace_projection, why_whole_logits
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
 from tigon.integrations.trl.shared_prefix import REFUSAL, Share, Sharing, keep_groups_together
 from tigon.integrations.trl.swap import Swaps, global_names, trls_own
@@ -100,7 +100,7 @@ class TrainerFusion:
         try:
             for role, model in models.items():
                 fused_before = any("_tigon_fusion" in vars(m) for m in model.modules())
-                self.models[role] = self._fused(role, model, options, shared_prefix)
+                self.models[role] = self._fuse_role(role, model, options, shared_prefix)
                 self._swaps.ledgers[role] = self.models[role]._ledger
                 self.models[role]._ledger.adviser = None  # this report says whose loss runs
                 if not fused_before:
@@ -111,7 +111,7 @@ class TrainerFusion:
         if self._swaps.sharing:
             keep_groups_together(trainer, self._swaps)
         for name in ("training_step", "prediction_step"):
-            self._swaps.put(trainer, name, types.MethodType(self._counted(name), trainer))
+            self._swaps.put(trainer, name, types.MethodType(self._count_steps(name), trainer))
 
     def report(self) -> TrainerReport:
         swaps = self._swaps
@@ -150,16 +150,16 @@ class TrainerFusion:
         elif DIVERGENCE in global_names(getattr(type(trainer), "_compute_loss", None)):
             replace_divergence(trainer, swaps)
         else:
-            swaps.whole_logits = whole_logits_of(trainer)
+            swaps.whole_logits = why_whole_logits(trainer)
             for role, model in models.items():
                 replace_projection(trainer, swaps, role, model, keep_bytes)
         if not swaps.rows:
             reason = "the model's own loss, without logits when labels are given"
             if any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
                 reason = "no place was found for Tigon's: the loss reads whole logits, or is your own"
-            swaps.not_replaced("policy", reason)
+            swaps.record_kept("policy", reason)
 
-    def _fused(self, role: str, model: nn.Module, options: dict[str, Any], share: Share) -> Fusion:
+    def _fuse_role(self, role: str, model: nn.Module, options: dict[str, Any], share: Share) -> Fusion:
         """A model's Fusion, which shares prompts where possible; with share=True sharing is required."""
         swaps = self._swaps
         if not share:
@@ -183,7 +183,7 @@ class TrainerFusion:
         assert fusion is not None
         return fusion
 
-    def _counted(self, name: str) -> Callable[..., Any]:
+    def _count_steps(self, name: str) -> Callable[..., Any]:
         own, swaps = getattr(self.trainer, name), self._swaps
 
         def step(trainer: Any, *args: Any, **kwargs: Any) -> Any:

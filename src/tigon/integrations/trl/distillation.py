@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.fusion.logits.split import is_split
-from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone
+from tigon.integrations.trl.swap import Side, Swaps, bind, clone, read_signature
 from tigon.losses.distillation import Distill, distill
 from tigon.losses.head.head import Head
 from tigon.losses.linear_logprob import linear_logprob
@@ -29,9 +29,9 @@ WHAT = "divergence from the teacher by tigon.losses.distill"
 def replace_divergence(trainer: Any, swaps: Swaps) -> None:
     function = type(trainer)._compute_loss
     own = function.__globals__[DIVERGENCE]
-    signature = arguments_of(own, DIVERGENCE_ARGUMENTS)
+    signature = read_signature(own, DIVERGENCE_ARGUMENTS)
     if signature is None:
-        swaps.not_replaced("policy", f"{own.__name__} takes arguments that are not known here")
+        swaps.record_kept("policy", f"{own.__name__} takes arguments that are not known here")
         return
 
     def divergence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
                     a[f"{s}_lm_head_weight"], a[f"{s}_lm_head_bias"], a[f"{s}_final_logit_softcapping"],
                     a[f"{s}_logit_scale"],
                 ),
-            ).gathered() for s in ("student", "teacher")
+            ).gather() for s in ("student", "teacher")
         ]  # fmt: skip
         reason = sides[0].unusual() or sides[1].unusual()
         if reason is not None:
@@ -51,7 +51,7 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
             return own(*args, **kwargs)
         valid = a["completion_mask"] != 0
         student, teacher = (side.rows(valid).in_one_dtype() for side in sides)
-        loss = _distilled(student, teacher, a)
+        loss = _distill_sides(student, teacher, a)
         swaps.count("distill", "policy", "teacher")
         with torch.no_grad():  # only a metric that the trainer logs
             target = torch.zeros(student.x.shape[0], dtype=torch.int64, device=student.x.device)
@@ -67,21 +67,21 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
         return cloned(self, *args, **kwargs)
 
     swaps.put(trainer, "_compute_loss", types.MethodType(_compute_loss, trainer))
-    swaps.replaced("policy", WHAT)
+    swaps.record_replaced("policy", WHAT)
 
 
 def replace_jsd(trainer: Any, swaps: Swaps) -> None:
     own, compute_loss = trainer.generalized_jsd_loss, trainer.compute_loss
-    signature = arguments_of(own, JSD_ARGUMENTS)
+    signature = read_signature(own, JSD_ARGUMENTS)
     if signature is None:
-        swaps.not_replaced("policy", "generalized_jsd_loss takes arguments that are not known here")
+        swaps.record_kept("policy", "generalized_jsd_loss takes arguments that are not known here")
         return
 
     def generalized_jsd_loss(*args: Any, **kwargs: Any) -> Tensor:
         if not swaps.active:
             return own(*args, **kwargs)
         a = bind(signature, args, kwargs)
-        student, teacher = Side.of(a["student_logits"]), Side.of(a["teacher_logits"])
+        student, teacher = Side.from_logits(a["student_logits"]), Side.from_logits(a["teacher_logits"])
         reason = None
         if student is None or teacher is None or student.autocast != teacher.autocast:
             reason = "the student's or the teacher's logits are built: its head is not fused, or FSDP2 frees it"
@@ -94,7 +94,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
             return own(*args, **kwargs)
         valid = a["labels"] != -100
         with student.as_in_its_forward():
-            loss = _distilled(student.rows(valid).in_one_dtype(), teacher.rows(valid).in_one_dtype(), a)
+            loss = _distill_sides(student.rows(valid).in_one_dtype(), teacher.rows(valid).in_one_dtype(), a)
         swaps.count("distill", "policy", "teacher")
         return loss
 
@@ -104,7 +104,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
 
     swaps.put(trainer, "generalized_jsd_loss", generalized_jsd_loss)
     swaps.put(trainer, "compute_loss", types.MethodType(lazily, trainer))
-    swaps.replaced("policy", WHAT)
+    swaps.record_replaced("policy", WHAT)
 
 
 def split_over(side: Side) -> tuple[Any, ...] | None:
@@ -113,8 +113,8 @@ def split_over(side: Side) -> tuple[Any, ...] | None:
     return (weight.device_mesh, weight.shape[0]) if is_split(weight) else None
 
 
-def _distilled(student: Side, teacher: Side, a: dict[str, Any]) -> Tensor:
+def _distill_sides(student: Side, teacher: Side, a: dict[str, Any]) -> Tensor:
     config = Distill(
         loss_type="jsd", beta=float(a["beta"]), temperature=a["temperature"], divisor=a["num_items_in_batch"]
     )
-    return distill(student.x, student.head, teacher.hidden, config=config)[0]
+    return distill(student.x, student.head, teacher.as_hidden, config=config)[0]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import BoundForward
-from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
+from tigon.integrations.trl.swap import Side, Swaps, bind, clone, global_names, read_signature
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
 from tigon.losses.linear_logprob import linear_logprob
@@ -36,13 +36,13 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         if found is None:
             continue
         if not isinstance(forward, (types.MethodType, BoundForward)):
-            swaps.not_replaced(role, "the model's forward is wrapped by what is no method")
+            swaps.record_kept(role, "the model's forward is wrapped by what is no method")
             continue
         function, name = found
         own = function.__globals__[name]
-        signature = arguments_of(own.forward, ARGUMENTS, skip=1)
+        signature = read_signature(own.forward, ARGUMENTS, skip=1)
         if signature is None:
-            swaps.not_replaced(role, f"{own.__name__} takes arguments that are not known here")
+            swaps.record_kept(role, f"{own.__name__} takes arguments that are not known here")
             continue
         instead: dict[str, Any] = {name: _Projection(own, signature, role, swaps, keep_bytes)}
         if callable(on_gpu := function.__globals__.get("_use_triton")):
@@ -55,15 +55,15 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         swaps.put(module, "forward", types.MethodType(new, module))
         swaps.projections.add(role)
         if swaps.whole_logits:
-            swaps.not_replaced(role, f"the loss: TRL computes it from whole logits for {swaps.whole_logits}")
-            swaps.replaced(
+            swaps.record_kept(role, f"the loss: TRL computes it from whole logits for {swaps.whole_logits}")
+            swaps.record_replaced(
                 role, "log-probabilities and entropy of tokens, of the metrics alone, by tigon.linear_logprob"
             )
         else:
-            swaps.replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
+            swaps.record_replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
 
 
-def whole_logits_of(trainer: Any) -> str:
+def why_whole_logits(trainer: Any) -> str:
     """The option for which the trainer uses whole logits; otherwise empty.
 
     A trainer that does not read the option, such as DPOTrainer, ignores it.
@@ -79,7 +79,7 @@ def whole_logits_of(trainer: Any) -> str:
 
 def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None, bool]:
     """TRL's forward, alone or in a wrapper, with its autograd function's name; whether there is no wrapper."""
-    for depth, function in enumerate(_layers_of(forward)):
+    for depth, function in enumerate(_list_layers(forward)):
         if isinstance(function, types.FunctionType) and "fused_lm_head" in function.__code__.co_varnames:
             for name in global_names(function):
                 value = function.__globals__.get(name)
@@ -88,7 +88,7 @@ def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None,
     return None, False
 
 
-def _layers_of(forward: Any) -> Iterator[Any]:
+def _list_layers(forward: Any) -> Iterator[Any]:
     """An instance's own forward and the functions that it wraps, outermost first."""
     layer = forward
     while layer is not None:
@@ -102,7 +102,7 @@ def loss_is_left_to_trl(model: nn.Module) -> bool:
     forwards = [vars(module).get("forward") for module in model.modules()]
     if all(_fused_forward(forward)[0] is None for forward in forwards):
         return False
-    layers = (layer for forward in forwards if forward is not None for layer in _layers_of(forward))
+    layers = (layer for forward in forwards if forward is not None for layer in _list_layers(forward))
     return not any(vars(layer)["tigon"].active for layer in layers if "tigon" in _attributes(layer))
 
 

@@ -23,7 +23,7 @@ METRICS = (
 def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
     own = trainer.get_batch_loss_metrics
     if trainer.is_encoder_decoder:
-        swaps.not_replaced("policy", "an encoder-decoder, whose prompts and completions are apart")
+        swaps.record_kept("policy", "an encoder-decoder, whose prompts and completions are apart")
         return
 
     def get_batch_loss_metrics(
@@ -36,7 +36,7 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with swaps.lazily():
             outputs = model(ids, attention_mask=attention, use_cache=False, **router)
-        side = Side.of(outputs.logits)
+        side = Side.from_logits(outputs.logits)
         if side is None:
             swaps.left["the logits are built: the head is not fused, or FSDP2 frees it"] += 1
             return own(model, batch, train_eval)
@@ -59,13 +59,13 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
         return loss, logged
 
     swaps.put(trainer, "get_batch_loss_metrics", types.MethodType(get_batch_loss_metrics, trainer))
-    swaps.replaced("policy", "the loss and its metrics by tigon.losses.orpo")
+    swaps.record_replaced("policy", "the loss and its metrics by tigon.losses.orpo")
 
 
 @torch.no_grad()
 def _mean_logit(side: Side) -> Tensor:
     """Mean over all logits in all rows, including padding, as logged by TRL."""
-    x, head = side.hidden
+    x, head = side.as_hidden
     assert isinstance(head, Head)  # made by the trainer's part
     if head.softcap is None and not is_split(head.weight):  # linear: the mean row times the mean column
         bias = 0.0 if head.bias is None else head.bias.float().mean()

@@ -62,7 +62,7 @@ class Sharing:
         reason, packed = self.refused or self._why_not(model, args, kwargs), None
         if reason is None:
             ids, labels = kwargs["input_ids"], kwargs["labels"]
-            rows = rows_of(ids, kwargs.get("attention_mask"), labels)
+            rows = find_rows(ids, kwargs.get("attention_mask"), labels)
             reason = self._why_not_worth(rows)
             if reason is None:
                 packed = pack(ids, labels, rows or [])
@@ -86,7 +86,7 @@ class Sharing:
             self.swaps.unshared[self.refused] += 1
             return None
         self.swaps.count_shared(batch.rows, batch.separate_rows)
-        return type(found)(**{name: _unpacked(value, packed) for name, value in found.items()})
+        return type(found)(**{name: _unpack(value, packed) for name, value in found.items()})
 
     def _why_not(self, model: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
         config = model.config.get_text_config()
@@ -110,7 +110,7 @@ class Sharing:
         return "prompts are less than a quarter of the tokens" if few else None
 
 
-def rows_of(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | None:
+def find_rows(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | None:
     """The rows that have labels; None if there are none, or if any is not a prompt with a continuation.
 
     Six numbers per row are copied to the host. The copy waits only for the batch itself, at the start of a micro-batch.
@@ -162,7 +162,7 @@ def pack(ids: Tensor, labels: Tensor, rows: list[Row]) -> Packed:
     return Packed(batch, moved[1].unsqueeze(0), own[1].unsqueeze(0), own[0], (B, T - 1))
 
 
-def _unpacked(value: Any, packed: Packed) -> Any:
+def _unpack(value: Any, packed: Packed) -> Any:
     """Unpack a number per suffix token, (1, S), to TRL's (rows, columns - 1), zero elsewhere."""
     if not isinstance(value, Tensor) or value.shape != (1, packed.place.numel()):
         return value
@@ -206,7 +206,7 @@ def keep_groups_together(trainer: Any, swaps: Swaps) -> None:
     own: Callable[[dict[str, Any]], dict[str, Any]] = function.__globals__[SHUFFLE]
 
     def shuffle(rows: dict[str, Any]) -> dict[str, Any]:
-        return shuffled_by_groups(rows) if swaps.active and "prompt_ids" in rows else own(rows)
+        return shuffle_by_groups(rows) if swaps.active and "prompt_ids" in rows else own(rows)
 
     cloned: Any = clone(function, **{SHUFFLE: shuffle})
     profiled = function.__globals__.get("profiling_decorator")
@@ -214,7 +214,7 @@ def keep_groups_together(trainer: Any, swaps: Swaps) -> None:
     swaps.put(trainer, "_prepare_inputs", types.MethodType(cloned, trainer))
 
 
-def shuffled_by_groups(rows: dict[str, Any]) -> dict[str, Any]:
+def shuffle_by_groups(rows: dict[str, Any]) -> dict[str, Any]:
     """The rows of TRL's column dictionary in random order, with rows for the same prompt adjacent."""
     prompts, mask = rows["prompt_ids"].cpu(), rows["prompt_mask"].cpu()
     keys = [prompts[i][mask[i] != 0].numpy().tobytes() for i in range(len(prompts))]
@@ -223,9 +223,9 @@ def shuffled_by_groups(rows: dict[str, Any]) -> dict[str, Any]:
         groups.setdefault(keys[i], []).append(i)
     order = [i for group in groups.values() for i in group]
 
-    def ordered(column: Any) -> Any:
+    def reorder(column: Any) -> Any:
         if column is None or (isinstance(column, Tensor) and column.ndim == 0):
             return column
         return column[order] if isinstance(column, Tensor) else [column[i] for i in order]
 
-    return {name: ordered(column) for name, column in rows.items()}
+    return {name: reorder(column) for name, column in rows.items()}

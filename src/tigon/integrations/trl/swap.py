@@ -61,10 +61,10 @@ class Swaps:
                 del state[name]
         self._done.clear()
 
-    def replaced(self, role: str, what: str) -> None:
+    def record_replaced(self, role: str, what: str) -> None:
         self.rows.append(Row("loss", role, 1, True, what))
 
-    def not_replaced(self, role: str, reason: str) -> None:
+    def record_kept(self, role: str, reason: str) -> None:
         self.rows.append(Row("loss", role, 1, False, reason))
 
     def count(self, what: str, *roles: str) -> None:
@@ -113,7 +113,7 @@ def clone(function: types.FunctionType, **instead: Any) -> types.FunctionType:
     return rebuild_function(function, {**function.__globals__, **instead}, function.__closure__)
 
 
-def arguments_of(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:
+def read_signature(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:
     """The signature that binds this function's arguments by name; None for arguments beyond `known`."""
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     return inspect.Signature(parameters) if {p.name for p in parameters} <= known else None
@@ -133,20 +133,15 @@ class Side(NamedTuple):
     autocast: torch.dtype | None = None
 
     @classmethod
-    def of(cls, logits: Any) -> Side | None:
+    def from_logits(cls, logits: Any) -> Side | None:
         """The Side for unbuilt logits whose head's weight is still in memory; None for other logits."""
         if not isinstance(logits, LazyLogits) or not logits.pending():
             return None
         recipe = logits.recipe
-        form, bias = recipe.scale_and_softcap(), recipe.bias
-        if form is None or recipe.regather is not None:
-            return None
-        for step, value in recipe.steps:
-            if step == "add":
-                bias = value if bias is None else bias + value
-        return cls(recipe.hidden, Head(recipe.weight, bias, form[1], form[0]), recipe.autocast)
+        head = recipe.head()
+        return None if head is None or recipe.regather is not None else cls(recipe.hidden, head, recipe.autocast)
 
-    def gathered(self) -> Side:
+    def gather(self) -> Side:
         """The same with a whole head, as in TRL: FSDP2's shards are rows too, but each rank has other tokens."""
         return self._with_head(weight=_whole(self.head.weight), bias=_whole(self.head.bias))
 
@@ -154,7 +149,7 @@ class Side(NamedTuple):
         return self._replace(head=self.head._replace(**changes))
 
     @property
-    def hidden(self) -> Hidden:
+    def as_hidden(self) -> Hidden:
         return Hidden(self.x, self.head)
 
     def unusual(self) -> str | None:

@@ -1,37 +1,43 @@
-"""Which linear layers carry an adapter that `tigon.lora_linear` computes, read anew at every call.
+"""Linear layers with an adapter that `tigon.lora_linear` computes, read anew at every call.
 
 PEFT switches adapters on and off, scales, merges, adds and deletes them at any time. So no layer state is kept
 between calls: `read_lora` reads PEFT's public attributes, and gives the layer as a `tigon.LoRA`, or the Reason why
-PEFT's own forward has to run.
+PEFT's own forward has to run. The frozen layer under the adapter is multiplied by
+
+    plain torch.nn.Linear                      the weight itself
+    4-bit layers from bitsandbytes             `FourBit`: made dense for one product at a time
+    weight-only tensor classes from torchao    `DequantizedWeight`: the same. Their forward leaves the dense weight
+                                               in the graph until the backward pass
+    8-bit layers from bitsandbytes             `Opaque` with a dense weight backward: their own Function hides the
+                                               input from all hooks, also where a checkpoint means to drop
+                                               the input, and never reads it
+    all other layers in PEFT's known classes   `Opaque`: the layer's own forward under autograd, the adapters beside it
+
+A tensor class that also quantises the layer's input is opaque: a dense weight would leave that step out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import is_hooked
-from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.parts.frozen_weights import (
-    is_4bit,
-    is_known_layer,
-    is_plain,
-    make_opaque,
-    multiplies_itself,
-    read_dequantized,
-)
+from tigon.fusion.engine.reasons import ADAPTERS_OFF, Reason
 from tigon.kernels import autocast_dtype
 from tigon.ops.dequantize_4bit import FourBit
 from tigon.ops.linear.lora import Known, LoRA
+from tigon.ops.linear.opaque import Opaque
 
 _PLAIN = (Tensor, nn.Parameter)
 
 NOT_PEFT = Reason("its class is not PEFT's own, and may compute something else")
 NO_ADAPTER = Reason("no adapter is active on it")
 SEVERAL = Reason("several adapters are active on it at once")
-SWITCHED_OFF = Reason("its adapters are switched off or merged")
+SWITCHED_OFF = Reason(ADAPTERS_OFF)
 DROPOUT = Reason("its adapter drops every element of its input", "train with lora_dropout below 1")
 VARIANT = Reason("its adapter is a variant of LoRA (DoRA, aLoRA and the like)")
 BIAS = Reason("its adapter has a bias (lora_bias)")
@@ -61,15 +67,12 @@ def lasting_reason(layer: Any) -> Reason | None:
     if not type(layer).__module__.startswith("peft."):
         return NOT_PEFT
     if not layer.lora_A:
-        return Reason("its adapters are not on a linear layer") if _is_elsewhere(layer) else NO_ADAPTER
-    if not is_known_layer(layer):
+        is_elsewhere = bool(getattr(layer, "lora_embedding_A", None))
+        return Reason("its adapters are not on a linear layer") if is_elsewhere else NO_ADAPTER
+    if _name_peft_class(layer) not in FORWARDS:
         return Reason(f"it is a {type(layer).__name__} of PEFT, and Tigon does not know what else that computes")
     adapter = _adapter(layer)
     return adapter if isinstance(adapter, Reason) and adapter in (VARIANT, BIAS, INSIDE, ZERO3) else None
-
-
-def _is_elsewhere(layer: Any) -> bool:
-    return bool(getattr(layer, "lora_embedding_A", None))
 
 
 def _adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
@@ -137,8 +140,8 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     if is_plain(base):
         parameters = base._parameters
         layer = Known(parameters["weight"], a, b, scale, parameters["bias"], dropout)
-        return _of_linear(layer, x, cast)
-    weight = _of_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
+        return _read_linear(layer, x, cast)
+    weight = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
     if isinstance(weight, Reason):
         return weight
     bias = getattr(base, "bias", None)
@@ -148,7 +151,7 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     return LoRA(weight, a, b, scale, bias, dropout)
 
 
-def _of_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Reason:
+def _read_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Reason:
     weight: Any = layer.weight
     bias = layer.bias
     if weight.requires_grad and torch.is_grad_enabled():
@@ -166,7 +169,7 @@ def _of_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Reaso
     return layer if plain and own else LoRA(*layer)
 
 
-def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | None:
+def _read_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | None:
     """The weight; None where the layer has to multiply by itself."""
     state = getattr(base.weight, "quant_state", None)
     if state is None:
@@ -178,3 +181,141 @@ def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | Non
         base.compute_type_is_set = True
     fits = base.compute_dtype in (None, dtype) and (base.compute_dtype is not None or dtype == x.dtype)
     return FourBit.from_parameter(base.weight) if fits and base.weight.device == x.device else None
+
+
+# -------------------------------------------------------------------------------------------------------- frozen layers
+
+# PEFT's linear-layer classes with LoRA, all of the form y = base(x) + scale · B(A(x)); and whether the sum always
+# has base(x)'s dtype, or under CUDA's autocast the wider dtype of the two parts.
+FORWARDS = {
+    "peft.tuners.lora.layer.Linear": True,
+    "peft.tuners.lora.torchao.TorchaoLoraLinear": True,
+    "peft.tuners.lora.inc.IncLoraLinear": True,
+    "peft.tuners.lora.gptq.GPTQLoraLinear": True,
+    "peft.tuners.lora.te.TeLinear": True,
+    "peft.tuners.lora.aqlm.AqlmLoraLinear": True,
+    "peft.tuners.lora.bnb.Linear8bitLt": False,
+    "peft.tuners.lora.bnb.Linear4bit": False,
+    "peft.tuners.lora.awq.AwqLoraLinear": False,
+    "peft.tuners.lora.eetq.EetqLoraLinear": False,
+    "peft.tuners.lora.hqq.HqqLoraLinear": False,
+}
+
+# Tensor classes whose `dequantize()` is all that their product does to the weight, where these attributes are None:
+# they quantise or scale the input.
+WEIGHT_ONLY = {
+    "torchao.Int8Tensor": ("act_quant_kwargs", "act_quant_scale", "act_pre_scale"),
+    "torchao.Float8Tensor": ("act_quant_kwargs",),
+    "torchao.IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
+
+# Libraries whose tensor classes torch.nn.Linear's own forward multiplies by.
+TENSOR_CLASSES = ("torchao",)
+
+# Base layers whose result and input gradient no other code holds; and whether they take rows (M, H) as well as
+# (..., H).
+FRESH = {
+    "bitsandbytes.Linear8bitLt": True,
+    "bitsandbytes.Linear4bit": True,
+    "transformers.Conv1D": False,
+}
+
+
+def weight_in_8_bits(base: Any) -> Callable[[torch.dtype], Tensor] | None:
+    """An 8-bit bitsandbytes weight, by the steps in that layer's backward pass; None where the weight is trained."""
+    state = base.state
+    if state.has_fp16_weights or any(p.requires_grad for p in base.parameters()):
+        return None
+
+    def weight(dtype: torch.dtype) -> Tensor:
+        codes: Tensor = state.CB.to(dtype, copy=True)
+        return codes.mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+
+    return weight
+
+
+# Base layers whose weight can be had dense for the input gradient, though not for the product.
+WEIGHTS = {"bitsandbytes.Linear8bitLt": weight_in_8_bits}
+
+
+def qualify_name(kind: type) -> str:
+    """A class's library and name, without the modules between: these move from release to release."""
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
+def _name_peft_class(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def is_4bit(base: nn.Module) -> bool:
+    return type(base).__module__.startswith("bitsandbytes.") and hasattr(type(base), "set_compute_type")
+
+
+def is_plain(base: nn.Module) -> bool:
+    """Whether the base layer is F.linear by a weight that is an ordinary or a sharded tensor, not quantised."""
+    return type(base) is nn.Linear and not is_tensor_class(base._parameters["weight"])
+
+
+def is_tensor_class(weight: Any) -> bool:
+    return type(weight) not in _PLAIN and type(weight).__module__.partition(".")[0] in TENSOR_CLASSES
+
+
+@dataclass(frozen=True, eq=False)
+class DequantizedWeight:
+    """A weight whose tensor class quantises the weight alone, as a `tigon.ops.linear.lora.Frozen`."""
+
+    source: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        w: Tensor = self.source.dequantize()
+        return w if w.dtype == dtype else w.to(dtype)
+
+
+def _weight_only(base: Any) -> Any:
+    """A torch.nn.Linear's weight, if the tensor class quantises the weight alone."""
+    weight = base.weight if type(base) is nn.Linear else None
+    inputs = WEIGHT_ONLY.get(qualify_name(type(weight)))
+    return None if inputs is None or any(getattr(weight, name, None) is not None for name in inputs) else weight
+
+
+def read_dequantized(base: Any, x: Tensor, dtype: torch.dtype) -> DequantizedWeight | None:
+    """The base layer's weight, if only the weight is quantised, and the dtype is that of x and the products."""
+    weight = _weight_only(base)
+    if weight is None or weight.requires_grad or weight.dim() != 2:
+        return None
+    # In other dtypes each class casts in a different order.
+    return DequantizedWeight(weight) if weight.dtype == x.dtype == dtype else None
+
+
+def find_source(weight: Any) -> Any:
+    """The object that stays the same across reads: the weight, or the tensor that the weight was read from."""
+    if isinstance(weight, FourBit):
+        return weight.absmax
+    if isinstance(weight, DequantizedWeight):
+        return weight.source
+    return weight.layer if isinstance(weight, Opaque) else weight
+
+
+def make_opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
+    """The base layer's own forward, as PEFT calls it. hooked: other code may hold the layer's result."""
+    # GPTQ and similar layers are called by another name; PEFT keeps both.
+    base: Callable[[Tensor], Tensor] = getattr(layer, "quant_linear_module", layer.base_layer)
+    name = "" if hooked else qualify_name(type(base))
+    shape = (b.shape[0], x.shape[-1])
+    narrows = FORWARDS[_name_peft_class(layer)] or not torch.is_autocast_enabled()
+    weight = WEIGHTS[name](base) if name in WEIGHTS else None
+    flat = FRESH.get(name, False)
+    return Opaque(base, shape, x.device, fresh=name in FRESH, flat=flat, narrows=narrows, weight=weight)
+
+
+def multiplies_itself(base: Any) -> bool:
+    """Whether calls run the base layer's own forward whatever the input; for the report."""
+    return not is_plain(base) and not is_4bit(base) and _weight_only(base) is None
