@@ -61,10 +61,10 @@ def _in_known_units(column: Any) -> Any:
     return column
 
 
-def find_nearest(name: str, names: Iterable[str]) -> str | None:
+def find_nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The most similar name, in any case; None if no name is similar."""
     lower = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), lower, 1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), lower, 1, cutoff)
     return lower[near[0]] if near else None
 
 

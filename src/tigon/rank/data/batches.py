@@ -52,12 +52,12 @@ class BatchOptions(NamedTuple):
 
 
 @contextmanager
-def eval_mode(ranker: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; restores the ranker's mode at the end."""
+def eval_mode(ranker: nn.Module, *, gradients: bool = False) -> Iterator[None]:
+    """Evaluation mode, by default without gradients; restores the ranker's mode at the end."""
     training = ranker.training
     ranker.eval()
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             yield
     finally:
         ranker.train(training)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from tigon.files import DamagedFileError, read_tensors
 from tigon.manifest import check_manifest, write_manifest
 from tigon.rank.data.batch import labelled_rows
-from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, get_device
+from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode, get_device
 from tigon.rank.models.lirank.embedding_tables import EmbeddingTables
 
 FILE = "priors.safetensors"
@@ -69,27 +70,22 @@ class FisherPrior:
         check_schema("FisherPrior.estimate", ranker, data)
         if hasattr(ranker, "table_gradients"):
             ranker.table_gradients("dense")
-        device, training = get_device(ranker), ranker.training
+        device, order = get_device(ranker), torch.Generator().manual_seed(seed)
         names = {name: p for name, p in ranker.named_parameters() if p.requires_grad}
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
         draw, rows = torch.Generator().manual_seed(seed), 0
         # Use evaluation mode: batch normalisation in training mode would make rows depend on each other.
-        ranker.eval()
-        try:
-            for number, batch in enumerate(batch_options.batches(data, device, torch.Generator().manual_seed(seed))):
-                if number == batches:
-                    break
+        with eval_mode(ranker, gradients=True):
+            for batch in islice(batch_options.batches(data, device, order), batches):
                 with batch_options.autocast(device):
                     loss = _sampled_label_loss(ranker(batch), batch, label_weights or {}, draw)
-                found = torch.autograd.grad(loss, [*names.values()], allow_unused=True)
-                for of, g in zip(total.values(), found, strict=True):
+                gradients = torch.autograd.grad(loss, [*names.values()], allow_unused=True)
+                for squares, g in zip(total.values(), gradients, strict=True):
                     if g is not None:
-                        of.addcmul_(g.float(), g.float())
+                        squares.addcmul_(g.float(), g.float())
                 rows += len(batch.rows)
-        finally:
-            ranker.train(training)
         weights = {name: p.detach().cpu().clone() for name, p in names.items()}
-        return cls(weights, {name: (of / rows).cpu() for name, of in total.items()})
+        return cls(weights, {name: (squares / rows).cpu() for name, squares in total.items()})
 
     def expand_to(self, old: nn.Module, new: nn.Module) -> FisherPrior:
         """The prior for a ranker from `rank.expand_vocabularies`, without a penalty on new rows.
@@ -97,13 +93,16 @@ class FisherPrior:
         Args:
             old: the prior's ranker. new: the expanded ranker.
         """
-        places, fresh = _row_places(old, new), {name: p.detach().cpu().clone() for name, p in new.named_parameters()}
-        fisher = {
-            name: _fill_rows(torch.zeros_like(fresh[name], dtype=h.dtype), h, places.get(name))
-            for name, h in self.fisher.items()
-        }
-        weights = {name: _fill_rows(fresh[name].to(w.dtype), w, places.get(name)) for name, w in self.weights.items()}
-        return FisherPrior(weights, fisher)
+        places, parameters = _row_places(old, new), dict(new.named_parameters())
+
+        def expand(name: str, value: Tensor, blank: bool) -> Tensor:
+            x = parameters[name].detach().cpu().to(value.dtype).clone()
+            return _fill_rows(torch.zeros_like(x) if blank else x, value, places.get(name))
+
+        return FisherPrior(
+            {name: expand(name, value, False) for name, value in self.weights.items()},
+            {name: expand(name, value, True) for name, value in self.fisher.items()},
+        )
 
 
 def _sampled_label_loss(
@@ -253,8 +252,6 @@ def expand_vocabularies(ranker: Any, schema: Any) -> Any:
 
 def check_expansion(old: Any, new: Any) -> None:
     """Raise if `new` is not `old` with values appended to its vocabularies."""
-    from dataclasses import replace
-
     if old.labels != new.labels:
         raise ValueError(
             f"rank.expand_vocabularies: schema must have the ranker's labels {old.labels}, got {new.labels}."

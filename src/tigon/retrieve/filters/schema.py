@@ -109,7 +109,7 @@ class Schema:
         """The end of an error message about an unknown column name."""
         if not self.columns:
             return ": the index has no schema"
-        if (near := find_nearest(name, self.columns)) is not None:
+        if (near := find_nearest(name, self.columns, 0.4)) is not None:
             return f"; did you mean {near!r}, a {self.columns[near].kind}"
         return f"; there are {', '.join(map(repr, self.columns))}"
 
