@@ -187,6 +187,7 @@ def _gated_fwd_kernel(
     width = N * tl.full((), UNIT, tl.int64)
     mask = cols < width
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
+    # In fp32: Falcon-H1's own code rounds this product to gate's dtype.
     if gate_multiplier is not None:
         g = g * gate_multiplier
     y, _ = ACT(g)
