@@ -3,9 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels_compile import compiled
 
-from tigon.kernels import HAS_TRITON
 from tigon.ops import embedding as embedding_module
 from tigon.ops.embedding import PIECE, embedding, sorted_ids
 from tigon.ops.embedding_bag import embedding_bag
@@ -111,14 +109,3 @@ def test_a_frequent_token_is_summed_in_fp32(device, triton_backend):
     weight = torch.zeros(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     embedding(torch.ones(1000, dtype=torch.long, device=device), weight).sum().backward()
     assert torch.equal(weight.grad[1], torch.full_like(weight.grad[1], 1000))
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.xdist_group("compile cuda:90")
-def test_rows_are_read_16_bytes_at_a_time():
-    names = {f"tigon.ops.embedding._embedding_{kernel}_kernel" for kernel in ("fwd", "pieces", "long", "bwd")}
-    # Those of `embedding_bag` sum rows of 16 numbers, of which a thread has fewer than 16 bytes.
-    ours = compiled("cuda:90", "embedding")["launches"]
-    launches = [x for x in ours if x["kernel"] in names and x["dtype"] == "bfloat16"]
-    assert {x["kernel"] for x in launches} == names
-    assert all(x["wide_loads"] for x in launches)
