@@ -352,7 +352,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(gate, up)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
     need_dgate, need_dup, *_ = ctx.needs_input_grad
     dgate, dup = _gated_bwd(dy, gate, up, *ctx.options, need_dgate, need_dup)
