@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tigon.ops.cast_together import MOST, cast_together
-from tigon.ops.linear.adapter_products import stacked
+from tigon.ops.linear.adapter_products import stack_factors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -30,7 +30,7 @@ def test_empty_and_strided(backend, device):
 def test_stacks(backend, device):
     a, b, c = (torch.full((n, 4), float(n), device=device) for n in (2, 3, 5))
     narrow = c.bfloat16()
-    joined, alone, same = stacked(torch.bfloat16, (a, b), (c,), (narrow,))
+    joined, alone, same = stack_factors(torch.bfloat16, (a, b), (c,), (narrow,))
     assert torch.equal(joined, torch.cat((a, b)).bfloat16())
     assert torch.equal(alone, narrow)
     assert same is narrow

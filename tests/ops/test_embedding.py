@@ -3,9 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels_compile import compiled
 
-from tigon.kernels import HAS_TRITON
 from tigon.ops import embedding as embedding_module
 from tigon.ops.embedding import PIECE, embedding, sorted_ids
 from tigon.ops.embedding_bag import embedding_bag
@@ -85,19 +83,6 @@ def test_runs_are_bounded_beyond_half_of_32_bits(device, triton_backend):
     assert starts.tolist() == [0, *[2**30 - 1] * 3, *[2**30 + 3] * 4, 2**30 + 5]
 
 
-@pytest.mark.parametrize("padding_idx", [4, -5, None])
-def test_padding_gets_no_gradient(padding_idx, backend, device):
-    ids, weight = lookup(device, [4] * 100 + [1, 2, 4, 3])
-    grad = assert_same_gradient(ids, weight, padding_idx=padding_idx)
-    assert (grad[4].abs().max() == 0) == (padding_idx is not None)
-
-
-def test_rows_never_seen_are_zero(backend, device):
-    ids, weight = lookup(device, [[1, 1], [6, 1]])
-    grad = assert_same_gradient(ids, weight)
-    assert grad[[0, 2, 3, 4, 5, 7, 8]].abs().max() == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_narrow_ids(dtype, backend, device):
     weight = torch.randn(300, 8, device=device, requires_grad=True)
@@ -124,26 +109,3 @@ def test_a_frequent_token_is_summed_in_fp32(device, triton_backend):
     weight = torch.zeros(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     embedding(torch.ones(1000, dtype=torch.long, device=device), weight).sum().backward()
     assert torch.equal(weight.grad[1], torch.full_like(weight.grad[1], 1000))
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.xdist_group("compile cuda:90")
-def test_rows_are_read_16_bytes_at_a_time():
-    names = {f"tigon.ops.embedding._embedding_{kernel}_kernel" for kernel in ("fwd", "pieces", "long", "bwd")}
-    # Those of `embedding_bag` sum rows of 16 numbers, of which a thread has fewer than 16 bytes.
-    ours = compiled("cuda:90", "embedding")["launches"]
-    launches = [x for x in ours if x["kernel"] in names and x["dtype"] == "bfloat16"]
-    assert {x["kernel"] for x in launches} == names
-    assert all(x["wide_loads"] for x in launches)
-
-
-@pytest.mark.gpu
-@pytest.mark.xdist_group("2**31 elements")
-def test_more_than_two_to_the_31_elements(device, triton_backend):
-    weight = torch.randn(300000, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
-    ids = torch.tensor([0, 299999, 299999], device=device)
-    y = embedding(ids, weight)
-    assert torch.equal(y[1], weight[-1])
-    y.sum().backward()
-    assert weight.grad[-1].float().eq(2).all()
-    assert weight.grad[-2].abs().max() == 0

@@ -169,24 +169,6 @@ def test_what_is_kept(triton_backend, device):
     assert numbers == 32 * (16 + 2 * N + 8)  # t, gate and up, and what goes through down's A
 
 
-def test_backward_twice_and_over_a_kept_graph(triton_backend, device):
-    tensors = drawn(torch.Generator().manual_seed(0), 9, torch.bfloat16, device)
-    leaves = [t.requires_grad_(i in TRAINED) for i, t in enumerate(tensors)]
-    wanted = [leaves[i] for i in TRAINED if i < len(leaves)]
-    loss = ours(*leaves).square().sum()
-    one = torch.autograd.grad(loss, wanted, retain_graph=True)
-    other = torch.autograd.grad(loss, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_twice_differentiated_raises(triton_backend, device):
-    tensors = drawn(torch.Generator().manual_seed(0), 4, torch.bfloat16, device)
-    leaves = [t.requires_grad_(i in TRAINED) for i, t in enumerate(tensors)]
-    (g,) = torch.autograd.grad(ours(*leaves).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        g.square().sum().backward()
-
-
 @pytest.mark.parametrize("hooks", [None, (lambda t: t, lambda t: t)], ids=["kept", "checkpoint"])
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (16, 24, 8)], ids=["summed along", "summed apart"])
 @pytest.mark.parametrize("frozen", [(2,), (3, 6), (2, 3, 5, 6, 8), (0,), (8, 9)])

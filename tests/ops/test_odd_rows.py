@@ -8,7 +8,7 @@ from torch import Tensor
 import tigon
 from tigon.kernels import HAS_TRITON, INTERPRET, jit, tl, uneven
 from tigon.kernels import rows as row_module
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.reference import rows_reference
 from tigon.ops.shard_statistics import columns, shard_statistics
@@ -54,7 +54,7 @@ def test_every_column_is_in_the_body_or_at_an_edge_and_none_beyond(dtype, offset
     def count_kernel(x_ptr, N, stride, BLOCK: tl.constexpr):
         row_ptr = x_ptr + tl.program_id(0) * stride
         head, body = split(row_ptr, N)
-        at = aligned(row_ptr, head) + tl.arange(0, BLOCK)
+        at = align(row_ptr, head) + tl.arange(0, BLOCK)
         inside = tl.arange(0, BLOCK) < body
         count = tl.load(at, mask=inside, other=0.0).to(tl.float32) + 1.0
         tl.store(at, count.to(x_ptr.dtype.element_ty), mask=inside)

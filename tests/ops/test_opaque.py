@@ -138,13 +138,6 @@ def test_forward_and_gradients(kind, dtype, device):
     check(group, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, kind=kind, draws=4)
 
 
-@pytest.mark.parametrize("rows", [(), (1,), (300,)])
-def test_sizes(rows, device):
-    make = made(rows=rows)
-    for kind in ("plain", "plain, fresh, rows"):
-        check(group, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, kind=kind, draws=4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["plain", "rows of a Function, fresh"])
 def test_adapters_in_fp32_without_autocast(kind, dtype, device):
@@ -382,57 +375,7 @@ def test_only_what_is_asked_is_computed(wanted, device):
         assert (15, 64) not in calls.products
 
 
-def test_results_that_nobody_uses(device):
-    make = made(dtype=torch.float32)
-    leaves = [t.requires_grad_(i in WANTED) for i, t in enumerate(make(torch.Generator().manual_seed(0), device))]
-    for kind in ("plain", "plain, fresh, rows"):
-        got, expected = (f(*leaves, scales=SCALES, kind=kind)[1] for f in (group, as_peft))
-        wanted = [leaves[i] for i in (0, 5, 6)]
-        grads = [
-            torch.autograd.grad(y.square().sum(), [*wanted, leaves[2]], allow_unused=True) for y in (got, expected)
-        ]
-        assert grads[0][3] is None or not grads[0][3].any()
-        for one, other in zip(*(g[:3] for g in grads), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_no_tokens(device):
-    leaves = [t.requires_grad_(i in WANTED) for i, t in enumerate(made(rows=(0,))(torch.Generator(), device))]
-    for kind in ("plain", "plain, fresh, rows"):
-        results = group(*leaves, scales=SCALES, kind=kind)
-        assert [tuple(y.shape) for y in results] == [(0, 48), (0, 16), (0, 16)]
-        grads = torch.autograd.grad([y.sum() for y in results], [leaves[i] for i in WANTED])
-        assert not any(g.any() for g in grads)
-
-
 # ----------------------------------------------------------------------------------------------------------- autograd
-
-
-@pytest.mark.parametrize("kind", ["plain", "plain, fresh, rows", "rows of a Function, fresh"])
-def test_backward_twice_and_the_same_bits(kind, device):
-    leaves = [t.requires_grad_(i in WANTED) for i, t in enumerate(made()(torch.Generator().manual_seed(0), device))]
-    ys = group(*leaves, scales=SCALES, kind=kind)
-    seeds = [torch.randn_like(y) for y in ys]
-    wanted = [leaves[i] for i in WANTED]
-    first = torch.autograd.grad(ys, wanted, seeds, retain_graph=True)
-    second = torch.autograd.grad(ys, wanted, seeds)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(ys, wanted, seeds)
-
-
-@pytest.mark.parametrize("frozen", [(), (2, 5, 8), (3, 6, 9), (0,)])
-@pytest.mark.parametrize("kind", ["plain", "plain, fresh, rows"])
-def test_double_backward_is_refused(kind, frozen, device):
-    tensors = made(dtype=torch.float32)(torch.Generator().manual_seed(0), device)
-    wanted = [i for i in WANTED if i not in frozen]
-    leaves = [t.requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-    x = leaves[0] * 1.0
-    ys = group(x, *leaves[1:], scales=SCALES, kind=kind)
-    grads = torch.autograd.grad(sum(y.sum() for y in ys), [leaves[i] for i in wanted], create_graph=True)
-    for g in grads:
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            torch.autograd.grad(g.square().sum(), [leaves[i] for i in wanted], retain_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("hooks", [False, True])

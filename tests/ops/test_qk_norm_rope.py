@@ -49,15 +49,6 @@ def test_the_attention_of_transformers(inputs, family, norm, options, backend, d
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_beyond_the_rotated_dimensions_is_normed_alone(inputs, backend, device):
-    q, k, q_weight, k_weight, cos, sin = inputs
-    angles = (a[..., :4].repeat(1, 1, 2) for a in (cos, sin))
-    for y, x, w in zip(
-        qk_norm_rope(q, k, q_weight, k_weight, *angles), (q, k), (q_weight, k_weight), strict=True
-    ):  # fmt: skip
-        torch.testing.assert_close(y[..., 8:], tigon.rms_norm(x, w)[..., 8:], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("options", [{}, GEMMA], ids=str)
 def test_rounded_once_it_is_nearer_to_the_truth_than_eager_code(inputs, options, backend, device):
     rounded = [t.bfloat16() for t in inputs]
@@ -73,29 +64,6 @@ def test_nothing_is_kept_but_the_inputs(inputs, device, triton_backend):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         qk_norm_rope(*leaves)
     assert set(kept) == {t.data_ptr() for t in leaves}
-
-
-def test_results_lie_in_memory_as_the_inputs_do(inputs, device, triton_backend):
-    *four, cos, sin = inputs
-    packed = torch.randn(2, 6, 8, 16, device=device)
-    q, k, _ = (x.transpose(1, 2).requires_grad_() for x in packed.split((4, 2, 2), dim=2))
-    y = qk_norm_rope(q, k, *four[2:], cos, sin)
-    gradients = torch.autograd.grad(y, (q, k), [torch.randn(r.shape, device=device) for r in y])
-    for r in (*y, *gradients):
-        assert r.transpose(1, 2).is_contiguous()
-
-
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_gradient_of_one_side_alone(inputs, side, backend, device):
-    leaves = [t.requires_grad_(i < 4) for i, t in enumerate(inputs)]
-    upstream = torch.randn_like(inputs[side])
-    both = torch.autograd.grad(
-        qk_norm_rope(*leaves), leaves[:4], [upstream if i == side else torch.zeros_like(inputs[i]) for i in range(2)]
-    )
-    one = torch.autograd.grad(qk_norm_rope(*leaves)[side], leaves[:4], upstream, allow_unused=True)
-    for i in (side, side + 2):
-        assert torch.equal(one[i], both[i])
-    assert all(one[i] is None or not one[i].any() for i in (1 - side, 3 - side))
 
 
 @pytest.mark.xdist_group("2**31 elements")

@@ -60,11 +60,6 @@ def test_result_dtype(cast, expected, backend, device):
     assert tigon.rms_norm(x, w, cast=cast).dtype == expected
 
 
-def test_rows_have_unit_root_mean_square(backend, device):
-    y = tigon.rms_norm(7 * torch.randn(4, 200, device=device) + 3, eps=0.0)
-    torch.testing.assert_close(y.square().mean(-1), torch.ones(4, device=device), rtol=1e-5, atol=1e-5)
-
-
 def test_eps_keeps_a_row_of_zeros_finite(backend, device):
     x = torch.zeros(2, 64, device=device, requires_grad=True)
     y = tigon.rms_norm(x, torch.ones(64, device=device), eps=1e-6)
@@ -86,17 +81,3 @@ def test_rows_that_overlap(backend, device):
     dense = x.detach().clone().requires_grad_()
     (expected,) = torch.autograd.grad(tigon.rms_norm(dense).square().sum(), dense)
     torch.testing.assert_close(dx, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.xdist_group("2**31 elements")
-def test_more_than_two_to_the_31_elements(device, triton_backend):
-    x = torch.randn(2**19 + 3, 4096, device=device, dtype=torch.bfloat16).requires_grad_()
-    w = torch.randn(4096, device=device, dtype=torch.bfloat16)
-    y = tigon.rms_norm(x, w)
-    y.backward(torch.ones_like(y))
-    last = x[-3:].detach().clone().requires_grad_()
-    expected = tigon.rms_norm(last, w)
-    expected.backward(torch.ones_like(expected))
-    assert torch.equal(y[-3:], expected)
-    assert torch.equal(x.grad[-3:], last.grad)

@@ -26,16 +26,6 @@ LOSSES = {
     "distill": lambda head: losses.distill(X, head, losses.Hidden(2 * X, HEAD))[0],
     "distill_topk": lambda head: losses.distill_topk(X, head, losses.TopK(TARGET[..., None], -torch.ones(2, 3, 1)))[0],
 }
-CALLS = {
-    "gated_linear": lambda: tigon.gated_linear(X, X, HEAD),
-    "embedding": lambda: tigon.embedding(TARGET, nn.Embedding(4, 8)),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_layer_in_place_of_its_weight(name):
-    with pytest.raises(ValueError, match=rf"{name}: weight must be a tensor, got (Linear|Embedding): pass its weight"):
-        CALLS[name]()
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -269,15 +269,8 @@ def make_function(forward: Callable[..., Any], backward: Callable[..., Any], nam
 
 @overload
 def differentiable(
-    launch: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any], *,
-    unsaved: tuple[int, ...] = ...,
-) -> Callable[..., Tensor]: ...  # fmt: skip
-
-
-@overload
-def differentiable(
-    launch: Callable[..., tuple[Any, ...]], setup_context: Callable[..., None], backward: Callable[..., Any], *,
-    unsaved: tuple[int, ...] = ...,
+    launch: Callable[..., Tensor | tuple[Any, ...]], setup_context: Callable[..., None], backward: Callable[..., Any],
+    *, unsaved: tuple[int, ...] = ...,
 ) -> Callable[..., Tensor]: ...  # fmt: skip
 
 

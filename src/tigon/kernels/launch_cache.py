@@ -53,7 +53,6 @@ def launch(kernel: Any, key: tuple[Any, ...], tensors: tuple[Any, ...], plan: Ca
     for t in tensors:
         if isinstance(t, Tensor):
             t = t.data_ptr()
-            # The low four bits of all addresses combined: 0 if 16 divides each address.
             address |= t
         pointers.append(t)
     device = tensors[0].get_device()
@@ -129,7 +128,6 @@ def _specialization_key(
     values = constants(arguments)
     # Floats by their repr: 0.0 and −0.0 are equal, but are two constants.
     parts.append(tuple(map(repr, values)) if float in constants(types) else values)
-    # The types identify the arguments that these integers belong to.
     parts += [_width(n) for n in sizes(arguments) if type(n) is int]
     parts += [
         ("1" if n == 1 else n & 15 == 0) if -(2**31) <= n < 2**31 else (_width(n), n & 15 == 0)

@@ -52,5 +52,4 @@ def part_tile(depth: int, block: int, warps: int) -> tuple[int, int, int]:
 
 def fold_warps(most: int) -> int:
     """Warps for a program that adds up a row's parts: 8 numbers of each kind per thread."""
-    # A single warp needs no barrier.
     return min(8, max(1, most // 256))

@@ -299,7 +299,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, alpha, weight)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     grads = _dyt_bwd(dy, *ctx.saved_tensors, ctx.bias_dtype, *needs)
     return tuple([g if needed else None for g, needed in zip(grads, needs, strict=True)])

@@ -187,6 +187,7 @@ def _gated_fwd_kernel(
     width = N * tl.full((), UNIT, tl.int64)
     mask = cols < width
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
+    # In fp32: Falcon-H1's own code rounds this product to gate's dtype.
     if gate_multiplier is not None:
         g = g * gate_multiplier
     y, _ = ACT(g)
@@ -351,7 +352,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(gate, up)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
     need_dgate, need_dup, *_ = ctx.needs_input_grad
     dgate, dup = _gated_bwd(dy, gate, up, *ctx.options, need_dgate, need_dup)

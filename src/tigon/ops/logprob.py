@@ -470,7 +470,7 @@ def logprob_gradient_rows(
         return
     if stats is None or not use_triton(logits):
         known = stats if merged else None
-        dlogits.copy_(_gradient_reference(logits, target, dlogprob, dentropy, *options, known))
+        dlogits.copy_(_gradient_reference(logits, target, dlogprob, dentropy, *options, stats=known))
         return
     ignore_index, temperature, softcap, scale = options
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))

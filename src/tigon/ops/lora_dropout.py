@@ -5,7 +5,8 @@
     d[A…] = […, uᵢᵀ (mᵢ ⊙ x), …]    dropped_gradient    backward
 
 The masks mᵢ (zeros and ones) are never written to memory: each kernel recomputes them per tile, from a seed, the layer
-index, and the element's row and column. The factor 1/(1-p) is part of the adapter's scale.
+index, and the element's row and column. The factor 1/(1-p) is part of the adapter's scale. a and u may be fp32 with x
+in bf16.
 
 A mask depends only on these numbers, and is the same on every device, in every dtype and for every tile size.
 Philox4x32 with 7 rounds, the fewest that pass BigCrush, turns
@@ -22,8 +23,8 @@ random numbers: as easy as 1, 2, 3, https://doi.org/10.1145/2063384.2063405
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,39 +123,6 @@ def _philox(seed: Tensor, c0: Tensor, c1: Tensor, layer: int) -> tuple[Tensor, .
 
 
 # --------------------------------------------------------------------------------------------------------- products
-
-
-def dropped_product(x: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
-    """t (M, Σr) = […, (mᵢ ⊙ x) aᵢᵀ, …], summed in fp32 and rounded once to dtype.
-
-    Args:
-        x: (M, K).
-        a: (Σr, K), the layers' A stacked, in x's dtype, or in fp32 with x in bf16.
-        ranks: the layers' ranks.
-        masks: the layers' masks.
-        dtype: the result's dtype.
-    """
-    if not masks.kernels:
-        return dropped_product_reference(x, a, ranks, masks, dtype)
-    return _dropped_product(x, a, masks.seed, *_numbers(ranks, masks), dtype)
-
-
-def dropped_outer(u: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
-    """(M, K) = Σ mᵢ ⊙ (uᵢ aᵢ), summed in fp32 and rounded once to dtype. u: (M, Σr), a: (Σr, K), the same dtype."""
-    if not masks.kernels:
-        return dropped_outer_reference(u, a, ranks, masks, dtype)
-    return _dropped_outer(u, a, masks.seed, *_numbers(ranks, masks), dtype)
-
-
-def dropped_gradient(u: Tensor, x: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
-    """(Σr, K) = […, uᵢᵀ (mᵢ ⊙ x), …], summed in fp32 and rounded once to dtype. u: (M, Σr), in x's dtype or fp32."""
-    if not masks.kernels:
-        return dropped_gradient_reference(u, x, ranks, masks, dtype)
-    return _dropped_gradient(u, x, masks.seed, *_numbers(ranks, masks), dtype)
-
-
-def _numbers(ranks: Sequence[int], masks: Masks) -> tuple[list[int], list[int], list[int], int]:
-    return list(ranks), list(masks.layers), list(masks.thresholds), masks.row
 
 
 def dropped_product_reference(x: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
@@ -376,24 +344,22 @@ def _unit(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
-def _dropped_product_fake(
-    x: Tensor, a: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((x.shape[0], a.shape[0]), dtype=dtype)
+_NUMBERS = "int[] ranks, int[] layers, int[] thresholds, int row, ScalarType dtype"
 
 
-@launcher(_dropped_product_fake)
-def _dropped_product(
-    x: Tensor, a: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    t = _dropped_product_fake(x, a, seed, ranks, layers, thresholds, row, dtype)
+def _dropped_product_fake(x: Tensor, a: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((x.shape[0], a.shape[0]), dtype=others[-1])
+
+
+@launcher(_dropped_product_fake, rest=_NUMBERS)
+def _dropped_product(x: Tensor, a: Tensor, seed: Tensor, *numbers: Any) -> Tensor:
+    *groups, row, dtype = numbers
+    t = _dropped_product_fake(x, a, dtype)
     if not t.numel():
         return t
     x, a = _unit(x), a.contiguous()
     M, K = x.shape
-    for run in _runs(ranks, layers, thresholds):
+    for run in _runs(*groups):
         # Slices, not offsets: the kernel counts layers from 0. `launch` sends slices not aligned to 16 bytes through
         # Triton's dispatch.
         tensors = x, a[run.at : run.at + run.width], t[:, run.at :], seed
@@ -409,24 +375,19 @@ def _dropped_product(
     return t
 
 
-def _dropped_outer_fake(
-    u: Tensor, a: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return u.new_empty((u.shape[0], a.shape[1]), dtype=dtype)
+def _dropped_outer_fake(u: Tensor, a: Tensor, *others: Any) -> Tensor:
+    return u.new_empty((u.shape[0], a.shape[1]), dtype=others[-1])
 
 
-@launcher(_dropped_outer_fake)
-def _dropped_outer(
-    u: Tensor, a: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    dx = _dropped_outer_fake(u, a, seed, ranks, layers, thresholds, row, dtype)
+@launcher(_dropped_outer_fake, rest=_NUMBERS)
+def _dropped_outer(u: Tensor, a: Tensor, seed: Tensor, *numbers: Any) -> Tensor:
+    *groups, row, dtype = numbers
+    dx = _dropped_outer_fake(u, a, dtype)
     if not dx.numel():
         return dx
     u, a = _unit(u), a.contiguous()
     M, K = dx.shape
-    for run in _runs(ranks, layers, thresholds):
+    for run in _runs(*groups):
         tensors = u[:, run.at :], a[run.at : run.at + run.width], dx, seed
 
         # ADD is `run.at > 0`: a group's first run stores, later runs add. The stream orders them.
@@ -439,24 +400,19 @@ def _dropped_outer(
     return dx
 
 
-def _dropped_gradient_fake(
-    u: Tensor, x: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((u.shape[1], x.shape[1]), dtype=dtype)
+def _dropped_gradient_fake(u: Tensor, x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((u.shape[1], x.shape[1]), dtype=others[-1])
 
 
-@launcher(_dropped_gradient_fake)
-def _dropped_gradient(
-    u: Tensor, x: Tensor, seed: Tensor, ranks: list[int], layers: list[int], thresholds: list[int], row: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    da = _dropped_gradient_fake(u, x, seed, ranks, layers, thresholds, row, dtype)
+@launcher(_dropped_gradient_fake, rest=_NUMBERS)
+def _dropped_gradient(u: Tensor, x: Tensor, seed: Tensor, *numbers: Any) -> Tensor:
+    *groups, row, dtype = numbers
+    da = _dropped_gradient_fake(u, x, dtype)
     M, K = x.shape
     if not da.numel() or not M:
         return da.zero_()
     u, x = _unit(u), _unit(x)
-    for run in _runs(ranks, layers, thresholds):
+    for run in _runs(*groups):
         # At most 32 ranks, half the other kernels': the fp32 sum (BLOCK_R, BLOCK_K) stays in registers for the whole
         # loop.
         block_m, block_k, block_r = _tile(run.rank, x.dtype, 32)
@@ -479,3 +435,20 @@ def _dropped_gradient(
         if shares > 1:
             sum_rows(partial, own.view(-1))
     return da
+
+
+def _choose(launch: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The product of two tensors for layers with these ranks and masks, summed in fp32 and rounded once to dtype."""
+
+    def multiply(left: Tensor, right: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
+        if not masks.kernels:
+            return reference(left, right, ranks, masks, dtype)
+        numbers = list(ranks), list(masks.layers), list(masks.thresholds), masks.row
+        return launch(left, right, masks.seed, *numbers, dtype)
+
+    return multiply
+
+
+dropped_product = _choose(_dropped_product, dropped_product_reference)  # x (M, K), a (Σr, K) → (M, Σr)
+dropped_outer = _choose(_dropped_outer, dropped_outer_reference)  # u (M, Σr), a (Σr, K) → (M, K)
+dropped_gradient = _choose(_dropped_gradient, dropped_gradient_reference)  # u (M, Σr), x (M, K) → (Σr, K)

@@ -494,7 +494,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, *_ = ctx.needs_input_grad
     dx, dw = _rms_norm_bwd(dy, None, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None

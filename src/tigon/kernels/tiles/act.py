@@ -15,7 +15,6 @@ def silu(g):
     e = tl.exp(-tl.abs(g))
     r = 1.0 / (1.0 + e)
     s = tl.where(g >= 0, r, e * r)
-    # s · (1 − s) is even in g: computed from e and r, no select or difference is needed.
     ds = e * r * r
     return g * s, s + g * ds
 
@@ -38,8 +37,6 @@ def gelu_tanh(g):
 @jit
 def gelu(g):
     """g Φ(g), with the standard normal Φ."""
-    # The constants are 1/√2 and 1/√(2π). 1 + erf cancels for negative g, as in PyTorch's formula: the error is a
-    # rounding at 1, not at Φ(g).
     s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
     ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
     return g * s, s + g * ds
@@ -56,14 +53,12 @@ def relu(g):
 def relu2(g):
     """max(g, 0)²."""
     r = tl.where(g <= 0, 0.0, g)
-    # r keeps g's NaN, because g <= 0 is false for NaN.
     return r * r, 2.0 * r
 
 
 @jit
 def sigmoid(g):
     """1 / (1 + exp(-g))."""
-    # From exp(-|g|), as in silu: the slope needs no difference of numbers near 1.
     e = tl.exp(-tl.abs(g))
     r = 1.0 / (1.0 + e)
     return tl.where(g >= 0, r, e * r), e * r * r

@@ -16,9 +16,7 @@ def cap(x, scale, softcap):
     u = x * scale / softcap
     e = tl.exp(-2.0 * tl.abs(u))
     t = tl.where(u >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
-    # Both branches are computed and one is selected: threads would otherwise diverge at |u| = 0.3.
     s = u * u
-    # tanh's Taylor series. The first omitted term, 1382/155925 · u¹¹, is less than 2⁻²⁴ · u at |u| = 0.3.
     series = u + u * s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
     t = tl.where(tl.abs(u) < 0.3, series, t)
     # dtanh = 1 − tanh²: near the cap, where t rounds to ±1, the slope is 0, as in PyTorch.

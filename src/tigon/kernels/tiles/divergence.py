@@ -62,17 +62,14 @@ def sides(lq, lp, beta, KIND: tl.constexpr):
         lp = tl.maximum(lp, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         lq = tl.maximum(lq, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         d = lp - lq
-        # ratio is at most 1, and small = large · ratio: no exponential overflows.
         ratio = tl.exp2(-tl.abs(d))
         large = tl.exp2(tl.maximum(lp, lq))
         small = large * ratio
         up = d >= 0.0
         p = tl.where(up, large, small)
         q = tl.where(up, small, large)
-        # M / max(p, q) lies between the larger side's weight and 1: a normal number, as log2_of_normal requires.
         weight = tl.where(up, beta, 1.0 - beta)
         log_m = log2_of_normal(weight + (1.0 - weight) * ratio)  # log2 of M / max(p, q)
-        # lq − log₂ M is −max(d, 0) − log_m, and lp − log₂ M is min(d, 0) − log_m: log₂ M itself is never formed.
         u = (1.0 - beta) * (-tl.maximum(d, 0.0) - log_m)
         terms = beta * p * (tl.minimum(d, 0.0) - log_m) + q * u
     return terms, q, u

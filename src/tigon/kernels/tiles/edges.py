@@ -17,14 +17,11 @@ def split(ptr, N):
 
     ptr: a scalar. Tensors with identically aligned rows have the same head and body.
     """
-    # W numbers fill 16 bytes: 8 numbers with 16 bits, 4 with 32.
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    # From the address, so that storage that begins between two boundaries is covered.
     past = (ptr.to(tl.int64) // (16 // W) % W).to(tl.int32)
     # The outer modulo turns W, for a row that begins at a boundary, into 0. A row that ends before its first boundary
     # is all head, with a body of 0.
     head = tl.minimum((W - past) % W, N)
-    # A multiple of W by construction, visible to the compiler: the mask `column < body` is uniform within a thread.
     return head, (N - head) // W * W
 
 
@@ -42,7 +39,6 @@ def edges(ptr, head, body, N):
     """
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     lane = tl.arange(0, 2 * W)
-    # Each edge has fewer than W numbers, so W lanes hold it. Lane W is the first column after the body.
     before = lane < W
     columns = tl.where(before, lane, head + body - W + lane)
     return columns, tl.where(before, lane < head, columns < N)

@@ -16,7 +16,6 @@ def fold(x, top, total, k):
     at LOWEST, which is finite; x may be -inf. k > 0: maxima are taken before scaling by k.
     """
     new = tl.maximum(top, tl.max(x, 0))
-    # 1 if the maximum has not changed; 0 from LOWEST to a first logit, where the sum was 0 too.
     shrink = tl.exp2((top - new) * k)
     # Relative to the new maximum: no exponential exceeds 1, and a logit of -inf adds 0. The old sum is rescaled once
     # for all DEPTH values in a lane.

@@ -34,8 +34,6 @@ def row_loss(
     else:
         loss = nll
         if SMOOTHING:
-            # The same sum with all weights 1; V cancels.
             loss += smoothing * (z_target - sum_z / V) * unit
-    # z-loss is not weighted. Two products per row: no branch skips them where the coefficient is 0.
     z = z_loss * lse * lse
     return loss + z, z, mass

@@ -22,9 +22,7 @@ def fold_moments(
         # tanh maps a masked -inf to -1, a regular logit.
         z = tl.where(mask, z, float("-inf"))
     if SUM:
-        # Masked logits are -inf and must not enter the sum.
         sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-    # Over the DEPTH values that a thread holds for its lane: no exchange between threads.
     new = tl.maximum(top, tl.max(z, 0))
     # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
     step = tl.maximum((top - new) * k, -1000.0)
@@ -35,7 +33,6 @@ def fold_moments(
     if ALONG:
         # Σ e · log₂ e is relative to the maximum too: a new maximum shifts the old terms' log₂ e by step.
         along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
-    # After `along`, which needs the total relative to the old maximum.
     total = total * shrink + tl.sum(e, 0)
     return new, total, along, sum_z
 
@@ -55,21 +52,17 @@ def row_moments(
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # Finite start: a lane that has seen only -inf must not compute inf - inf.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
-    # Without EDGES these are constant, and the compiler sees one run of V columns from the row's start.
     first, width = 0, V
     body_ptr = logits_ptr
     if EDGES:
         first, width = split(logits_ptr, V)
         body_ptr = align(logits_ptr, first)
-    # int32 columns: a single row has fewer than 2**31 numbers. Only the caller's row offset is int64.
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
-        # -inf in masked lanes makes the exponential 0: neither maximum nor total needs a select.
         z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
         top, total, along, sum_z = fold_moments(
             z, mask, top, total, along, sum_z, softcap, unit, k, SOFTCAP, ALONG, SUM
@@ -114,7 +107,6 @@ def moments_of_parts(partial_ptr, row, P, k, ALONG: tl.constexpr, SUM: tl.conste
     top = numbers_of_parts(partial_ptr, row, 0, P, LOWEST, 4, BLOCK_P)
     total = numbers_of_parts(partial_ptr, row, 1, P, 0.0, 4, BLOCK_P)
     row_top = tl.max(top, 0)
-    # Bounded as in `row_moments`: a part without any logit has a total of 0.
     step = tl.maximum((top - row_top) * k, -1000.0)
     shrink = tl.exp2(step)
     row_along, row_z = 0.0, 0.0

@@ -19,14 +19,12 @@ def load_pairs(
     further, from THIRD on two; negative values: a single plane.
     """
     if INTERLEAVED:  # one contiguous run, in wide loads; a thread holds whole pairs, so splitting moves no data
-        # BLOCK_R is HALF, rounded up to a power of 2: the mask below excludes both members of surplus pairs.
         col = tl.arange(0, 2 * BLOCK_R)
         if SECOND >= 0:
             # Each column gets its plane's address, so that one load serves three planes. A pair is two columns, hence
             # the 2.
             at += ((col >= 2 * SECOND).to(tl.int32) + (col >= 2 * THIRD).to(tl.int32)) * stride_plane
         x = tl.load(at + col, mask=here & (col < 2 * HALF), other=0.0).to(tl.float32)
-        # tl.split requires a trailing dimension of 2. Tiles are (rows, pairs) or, with heads, (rows, heads, pairs).
         if len(x.shape) == 2:
             x = tl.reshape(x, (x.shape[0], BLOCK_R, 2))
         else:
@@ -37,7 +35,6 @@ def load_pairs(
         if SECOND >= 0:
             at += ((pair >= SECOND).to(tl.int32) + (pair >= THIRD).to(tl.int32)) * stride_plane
         mask = here & (pair < HALF)
-        # Two contiguous runs half a head apart, each in wide loads.
         x1 = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(at + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     return x1, x2
@@ -46,7 +43,6 @@ def load_pairs(
 @jit
 def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Store both members of each pair at the addresses that `load_pairs` reads, rounded to the dtype at `at`."""
-    # Round before interleaving: the moved data is then no wider than the stored data.
     dtype = at.dtype.element_ty
     if INTERLEAVED:
         col = tl.arange(0, 2 * BLOCK_R)

@@ -13,7 +13,6 @@ def locate_part_of_row(P, width, N):
     """This program's row (int64), its part's first column, and the part's width, for rows of N in P parts."""
     program = tl.program_id(0)
     start = program % P * width
-    # No part is empty: P counts the parts that begin within a row.
     return (program // P).to(tl.int64), start, tl.minimum(width, N - start)
 
 
@@ -34,5 +33,4 @@ def locate_part(W, rows_each, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
     blocks = tl.cdiv(W, BLOCK_N // UNIT)
     part = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    # int64: a batch may have more than 2**31 numbers.
     return part, part.to(tl.int64) * rows_each, cols, cols < W * UNIT

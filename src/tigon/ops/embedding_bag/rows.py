@@ -153,21 +153,21 @@ def _rows_reference(
 
 
 def _backward_of_rows(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    *bags, factors, weight = ctx.saved_tensors
+    values, offsets, fields, factors, weight = ctx.saved_tensors
     needs_rows, needs_factors = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     dw = df = None
     if not ctx.own["runs_triton"]:
         seen = weight if needs_factors else None
         rows, sums, df = _rows_reference(
-            dy, *bags, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
+            dy, values, offsets, fields, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
         )
     elif needs_factors:
-        df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
+        df = embedding_bag_factors(dy, weight, factors, values, offsets, fields, ctx.padding_idx)
     if needs_rows:
         if ctx.sorted is not None:
-            rows, sums = sums_of_rows(dy, ctx.sorted, *bags[:2], factors, ctx.mean, ctx.weight_dtype)
+            rows, sums = sums_of_rows(dy, ctx.sorted, values, offsets, factors, ctx.mean, ctx.weight_dtype)
         elif ctx.own["runs_triton"]:
-            rows, sums = bags[0].new_empty(0, dtype=torch.int64), dy.new_empty(0, dy.shape[-1], dtype=ctx.weight_dtype)
+            rows, sums = values.new_empty(0, dtype=torch.int64), dy.new_empty(0, dy.shape[-1], dtype=ctx.weight_dtype)
         size = ctx.classes, sums.shape[1]
         dw = torch.sparse_coo_tensor(rows[None], sums, size, is_coalesced=True, check_invariants=False)
         # torch steals the memory of a sparse gradient without other references, and then loses the coalesced flag.

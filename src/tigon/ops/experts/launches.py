@@ -289,7 +289,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     needs = [wanted[i] and saved[i] is not None for i in (0, 2, 3, 4, 5, 6)]

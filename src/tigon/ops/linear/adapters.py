@@ -42,7 +42,7 @@ from tigon.kernels import (
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
 from tigon.ops.linear.adapter_products import Group
-from tigon.ops.linear.lora import LoRA, checked_layers, dense, multiplier, runs_by_hand
+from tigon.ops.linear.lora import LoRA, checked_layers, dense, list_tensors, multiplier, runs_by_hand
 from tigon.ops.lora_dropout import Masks, draw_masks, keep_mask, kept_share
 
 
@@ -122,9 +122,8 @@ def gated_lora_linear(
         raise ValueError(f"gated_lora_linear: gate must be (..., 2N) where up is None, got {tuple(gate.shape)}.")
     hidden = gate if up is not None else gate[..., : gate.shape[-1] // 2]
     dtype, autocast = checked_layers("gated_lora_linear", hidden, (layer,))
-    parameters = tuple(t for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor))
     # The backward pass needs the gated unit's kernel, which overwrites the inputs and has no torch path.
-    if not runs_by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
+    if not runs_by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *list_tensors((layer,))):
         return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
     saved_by = saved_by if torch.is_grad_enabled() else None
     plan = Group((layer,), dtype, wide=not autocast)

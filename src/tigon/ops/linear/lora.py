@@ -128,11 +128,26 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
     return cast or x.dtype, cast is not None
 
 
+def check_mlp(x: Tensor, layers: tuple[LoRA, LoRA, LoRA]) -> tuple[torch.dtype, bool]:
+    """`checked_layers` for the layers gate, up and down of an MLP."""
+    gate, up, down = layers
+    found = checked_layers("lora_mlp", x, (gate, up))
+    if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
+        sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
+        raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
+    checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
+    return found
+
+
+def list_tensors(layers: Sequence[LoRA]) -> list[Tensor]:
+    return [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
+
+
 def runs_by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x: Tensor) -> bool:
     """Whether the hand-written products serve this call. They use torch's products, so they run on any device."""
     if torch.compiler.is_compiling():
         return False  # Inductor fuses the casts and sums itself, and its partitioner decides which tensors are saved
-    tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
+    tensors = list_tensors(layers)
     if not use_triton(x, *tensors) and (torch_is_forced() or not all(map(_is_plain, (x, *tensors)))):
         return False
     widest = widest_dtype(layers, dtype)

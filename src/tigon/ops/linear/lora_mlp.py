@@ -32,7 +32,7 @@ from tigon.ops.gated_lora import (
 )
 from tigon.ops.linear.adapter_products import Group, stack_factors
 from tigon.ops.linear.adapters import gated_lora_linear, lora_linear
-from tigon.ops.linear.lora import LoRA, checked_layers, runs_by_hand, widest_dtype
+from tigon.ops.linear.lora import LoRA, check_mlp, list_tensors, runs_by_hand, widest_dtype
 
 
 def lora_mlp(
@@ -64,17 +64,12 @@ def lora_mlp(
     """
     checked_act("lora_mlp", act)
     gate, up, down = layers
-    dtype, autocast = checked_layers("lora_mlp", x, (gate, up))
-    if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
-        sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
-        raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
-    checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
+    dtype, autocast = check_mlp(x, layers)
     saved_by = saved_by if torch.is_grad_enabled() else None
-    tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     # The unit's kernel adds adapters on the tensor cores: half precision only, factors in the same dtype, and no bias.
     one_pass = (
         dtype in (torch.bfloat16, torch.float16)
-        and use_triton(x, *tensors)
+        and use_triton(x, *list_tensors(layers))
         and all(runs_by_hand(dtype, autocast, (layer,), x) for layer in layers)
         and gate.bias is None
         and up.bias is None

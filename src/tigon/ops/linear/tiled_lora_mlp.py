@@ -19,7 +19,7 @@ from tigon.ops.gated import _gated_fwd, gated_backward
 from tigon.ops.linear.adapter_products import Group
 from tigon.ops.linear.chunk_size import chunk_budget, chunk_rows
 from tigon.ops.linear.gated_mlp import HELD
-from tigon.ops.linear.lora import LoRA, checked_layers, multiplier, runs_by_hand
+from tigon.ops.linear.lora import LoRA, check_mlp, list_tensors, multiplier, runs_by_hand
 
 
 def tiled_lora_mlp(
@@ -39,10 +39,8 @@ def tiled_lora_mlp(
     """
     checked_act("lora_mlp", act)
     gate, up, down = layers
-    dtype, autocast = checked_layers("lora_mlp", x, (gate, up))
-    checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
-    tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
-    if not use_triton(x, *tensors) or not runs_by_hand(dtype, autocast, layers, x):
+    dtype, autocast = check_mlp(x, layers)
+    if not use_triton(x, *list_tensors(layers)) or not runs_by_hand(dtype, autocast, layers, x):
         return None
     if any(multiplier(layer.weight) is not None for layer in layers):
         return None  # int8 products choose outlier columns from all tokens

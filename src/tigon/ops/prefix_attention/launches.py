@@ -263,7 +263,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(q, k, v, *output, first, stop, *tables)
 
 
-def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, do: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = list(ctx.needs_input_grad[:3])
     gradients = _prefix_attention_bwd(do, wants, *ctx.saved_tensors, *ctx.options)
     return tuple(g if wanted else None for g, wanted in zip(gradients, wants, strict=True))
