@@ -20,9 +20,9 @@ LINES = {  # to the next 50
     "src/tigon/nn": 650,
     "src/tigon/ops": 15800,
     "src/tigon/rank": 16650,
-    "src/tigon/retrieve": 18900,
+    "src/tigon/retrieve": 18850,
     "src/tigon/training": 2550,
-    "tests": 66000,
+    "tests": 65950,
     "benchmarks": 15650,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -151,15 +151,13 @@ class StringIds:
 
     kind = "str"
 
-    def __init__(self, blob: bytes = b"", ends: Ints | None = None) -> None:
+    def __init__(self) -> None:
         self.blob = bytearray()
         self.count = 0
         self.ends = np.zeros(LEAST, dtype=np.int64)
         self.rows = np.full(LEAST, GONE, dtype=np.int32)
         self.by_hash = IntTable()
         self.colliding: dict[str, int] = {}
-        if ends is not None:
-            self.keys(split_texts(blob, ends))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "hash_of_probe": self._hash(PROBE)}
@@ -169,7 +167,7 @@ class StringIds:
         hash_of_probe = state.pop("hash_of_probe")
         self.__dict__.update(state)
         if hash_of_probe != self._hash(PROBE):
-            texts, rows = split_texts(*self.texts()), self.rows[: self.count].astype(np.int64)
+            texts, rows = self.texts(), self.rows[: self.count].astype(np.int64)
             self.__init__()  # type: ignore[misc]
             self.place(self.keys(texts), rows)
 
@@ -247,8 +245,9 @@ class StringIds:
         blob = self.blob
         return lengths, b"".join([blob[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
 
-    def texts(self) -> tuple[bytes, Ints]:
-        return bytes(self.blob), self.ends[: self.count].copy()
+    def texts(self) -> list[str]:
+        """All ids, by number."""
+        return split_texts(bytes(self.blob), self.ends[: self.count])
 
 
 Ids = IntIds | StringIds

@@ -79,15 +79,9 @@ class Retriever(nn.Module):
             raise ValueError(f"Retriever: encoder must return floats, got {q.dtype}.")
         return q
 
-    def forward(self, queries: Any, k: Any = 100, where: Any = None, **options: Any) -> Hits:
-        """`search`.
-
-        Args:
-            queries, k, where: as in `search`. options: its other arguments.
-
-        Returns: `Hits`.
-        """
-        return self.search(queries, k, where, **options)
+    def forward(self, queries: Any, *args: Any, **options: Any) -> Hits:
+        """`search`, with the same arguments."""
+        return self.search(queries, *args, **options)
 
     @torch.no_grad()
     def search(

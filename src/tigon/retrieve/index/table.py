@@ -269,24 +269,21 @@ class RowTable(nn.Module):
     def get_extra_state(self) -> Tensor:
         """The state beside the buffers: the vocabularies, and the id texts."""
         ids = self.directory.ids
-        texts = ids.texts() if isinstance(ids, StringIds) else None
-        about = {"schema": self.schema.to_json(), "ids": ids.kind if ids is not None else None}
-        head = json.dumps(about).encode()
-        blob, ends = texts if texts is not None else (b"", np.zeros(0, dtype=np.int64))
-        sizes = np.array([len(head), len(blob)], dtype=np.int64).tobytes()
-        return torch.frombuffer(bytearray(sizes + head + blob + ends.tobytes()), dtype=torch.uint8)
+        about = {
+            "schema": self.schema.to_json(), "ids": None if ids is None else ids.kind,
+            "texts": ids.texts() if isinstance(ids, StringIds) else [],
+        }  # fmt: skip
+        return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        raw = state.cpu().numpy().tobytes()
-        head, blob = (int(n) for n in np.frombuffer(raw[:16], dtype=np.int64))
-        about = json.loads(raw[16 : 16 + head])
+        about = json.loads(state.cpu().numpy().tobytes())
         schema = Schema.from_json(about["schema"])
         if schema.places != self.schema.places:
             raise ValueError(f"Index: the state is of an index with {schema!r}, not {self.schema!r}.")
         self.attributes = Attributes(schema)
-        ends = np.frombuffer(raw[16 + head + blob :], dtype=np.int64)
-        texts = (raw[16 + head : 16 + head + blob], ends) if about["ids"] == "str" else ()
-        self.directory.ids = KINDS[about["ids"]](*texts) if about["ids"] else None
+        self.directory.ids = KINDS[about["ids"]]() if about["ids"] else None
+        if isinstance(self.directory.ids, StringIds):
+            self.directory.ids.keys(about["texts"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         with self.scheduler.update_lock, self.scheduler.launch_lock:

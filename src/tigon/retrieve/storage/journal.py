@@ -111,13 +111,32 @@ def read_records(path: Path, snapshot: str) -> Iterator[tuple[str, bytes, int]]:
 
     Raises: ValueError for a damaged record, and for another snapshot's journal.
     """
-    for number, (kind, body, end) in enumerate(_read_whole_records(path)):
-        if (kind == "snapshot") != (number == 0) or (number == 0 and body != snapshot.encode()):
-            raise ValueError(
-                f"Index: the journal {path} is not of the snapshot beside it: it was put there from another index, or "
-                "from another time. Put back the folder as a whole, or take the journal away to go without its updates."
-            )
-        yield kind, body, end
+    if not path.exists():
+        return
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        at = number = 0
+        while at + SIZE <= size:
+            first = file.read(SIZE)
+            mark, kind, length, checksum = HEAD.unpack(first[:-4])
+            if mark != MARK or struct.pack("<I", zlib.crc32(first[:-4])) != first[-4:] or kind >= len(KINDS):
+                if not any(first) and not any(piece.strip(b"\0") for piece in iter(lambda: file.read(disk.PIECE), b"")):
+                    return  # zeros to the end: a growing file after a power failure
+                raise _make_error(path, number, at, size)
+            if at + SIZE + length > size:
+                return
+            body = file.read(length)
+            if _checksum(body) != checksum:
+                raise _make_error(path, number, at, size)
+            if (KINDS[kind] == "snapshot") != (number == 0) or (number == 0 and body != snapshot.encode()):
+                raise ValueError(
+                    f"Index: the journal {path} is not of the snapshot beside it: it was put there from another index, "
+                    "or from another time. Put back the folder as a whole, or take the journal away to go without its "
+                    "updates."
+                )
+            at += SIZE + length
+            number += 1
+            yield KINDS[kind], body, at
 
 
 def parse_record(body: bytes) -> dict[str, Tensor]:
@@ -137,30 +156,6 @@ def parse_record(body: bytes) -> dict[str, Tensor]:
 
 class _Damaged(ValueError):
     """A journal record is damaged."""
-
-
-def _read_whole_records(path: Path) -> Iterator[tuple[str, bytes, int]]:
-    """Each complete record's kind, body and end."""
-    if not path.exists():
-        return
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        at = number = 0
-        while at + SIZE <= size:
-            first = file.read(SIZE)
-            mark, kind, length, checksum = HEAD.unpack(first[:-4])
-            if mark != MARK or struct.pack("<I", zlib.crc32(first[:-4])) != first[-4:] or kind >= len(KINDS):
-                if not any(first) and not any(piece.strip(b"\0") for piece in iter(lambda: file.read(disk.PIECE), b"")):
-                    return  # zeros to the end: a growing file after a power failure
-                raise _make_error(path, number, at, size)
-            if at + SIZE + length > size:
-                return
-            body = file.read(length)
-            if _checksum(body) != checksum:
-                raise _make_error(path, number, at, size)
-            at += SIZE + length
-            number += 1
-            yield KINDS[kind], body, at
 
 
 def measure(path: Path, snapshot: str) -> int:
