@@ -24,8 +24,8 @@ import math
 
 from torch import Tensor
 
-from tigon.data.metrics import average_groups, bootstrap_interval
-from tigon.rank.evaluation.evaluate import MetricValue
+from tigon.data.metrics import average_groups
+from tigon.rank.evaluation.evaluate import Bootstrap, MetricValue
 
 
 def replay(reward: Tensor, matches: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
@@ -149,7 +149,4 @@ def _estimate(
     if isinstance(draws, bool) or draws < 0 or not 0 < level < 1:
         raise ValueError(f"off_policy: draws must be at least 0 and level in (0, 1), got {draws} and {level}.")
     found = average_groups("off_policy", values, weights)
-    if not draws or found.mean != found.mean:
-        return MetricValue(found.mean, None, None, left_out)
-    interval = bootstrap_interval(found, draws=draws, level=level, seed=seed)
-    return MetricValue(found.mean, interval.low, interval.high, left_out)
+    return Bootstrap(draws, level, seed).measure_requests(found)._replace(left_out=left_out)

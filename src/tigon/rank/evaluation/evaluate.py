@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import metrics
-from tigon.data.metrics import GroupMetric, Interval
+from tigon.data.metrics import GroupMetric
 from tigon.data.sorted_groups import SortedGroups, check_positive
 from tigon.rank.data.batches import BatchOptions, BatchSource, eval_mode, get_device
 from tigon.rank.evaluation.score import Scores, concat_scores
@@ -149,7 +149,7 @@ def evaluate(
         raise ValueError("rank.evaluate: scored must have labels, got those of a table without.")
     for k in at:
         check_positive("rank.evaluate", "at", k)
-    draw = _Bootstrap(draws, level, seed)
+    draw = Bootstrap(draws, level, seed)
     found: dict[str, dict[str, MetricValue]] = {}
     notes: list[str] = []
     ordered = bool((scored.offsets.diff() > 1).any())
@@ -202,7 +202,7 @@ def evaluate_next_items(
                 places.append(ranker.next_item_ranks(batch).cpu())
     place = torch.cat(places).double()
     place = torch.where(place > 0, place, torch.nan)  # 0: request without a positive row
-    draw = _Bootstrap(draws, 0.95, seed)
+    draw = Bootstrap(draws, 0.95, seed)
     values = {"mrr": 1 / place}
     for k in at:
         check_positive("rank.evaluate_next_items", "at", k)
@@ -249,34 +249,32 @@ def split_by_column(scored: Scores, column: Sequence[Any], most: int = 20) -> di
     return {name: scored.take(torch.tensor([key == name for key in keys])) for name in order if name in keys}
 
 
-class _Bootstrap(NamedTuple):
-    """Options for bootstrap intervals."""
+class Bootstrap(NamedTuple):
+    """Options for bootstrap intervals; 0 draws: no intervals."""
 
     draws: int
     level: float
     seed: int
 
     def measure_requests(self, found: GroupMetric) -> MetricValue:
-        if not self.draws:
-            return MetricValue(found.mean, None, None, found.left_out)
-        return self._with(found.mean, metrics.bootstrap_interval(found, **self._asdict()), found.left_out)
+        return self._measure(found.mean, found, None, found.left_out)
 
     def measure_rows(self, measure: Callable[[Tensor | None], float], scored: Scores) -> MetricValue:
-        value = measure(scored.weights)
-        if not self.draws or value != value:
-            return MetricValue(value, None, None, 0)
-
         def measure_resampled(weights: Tensor) -> float:
             return measure(weights if scored.weights is None else weights * scored.weights)
 
-        return self._with(value, metrics.bootstrap_interval(measure_resampled, scored.offsets, **self._asdict()), 0)
+        return self._measure(measure(scored.weights), measure_resampled, scored.offsets, 0)
 
-    @staticmethod
-    def _with(value: float, interval: Interval, left_out: int) -> MetricValue:
+    def _measure(
+        self, value: float, metric: GroupMetric | Callable[[Tensor], float], offsets: Tensor | None, left_out: int
+    ) -> MetricValue:
+        if not self.draws or value != value:
+            return MetricValue(value, None, None, left_out)
+        interval = metrics.bootstrap_interval(metric, offsets, **self._asdict())
         return MetricValue(value, interval.low, interval.high, left_out)
 
 
-def _row_metrics(scored: Scores, label: str, draw: _Bootstrap) -> dict[str, MetricValue]:
+def _row_metrics(scored: Scores, label: str, draw: Bootstrap) -> dict[str, MetricValue]:
     y, logits = scored.labels[label], scored.logits[label]
     p = logits.double().sigmoid()
     return {
@@ -287,7 +285,7 @@ def _row_metrics(scored: Scores, label: str, draw: _Bootstrap) -> dict[str, Metr
 
 
 def _order_metrics(
-    scored: Scores, order: Tensor, y: Tensor, at: Sequence[int], draw: _Bootstrap
+    scored: Scores, order: Tensor, y: Tensor, at: Sequence[int], draw: Bootstrap
 ) -> dict[str, MetricValue]:
     name, ranked = "rank.evaluate", SortedGroups.sort("rank.evaluate", order, y, scored.offsets, binary=True)
     values = {"mrr": ranked.mrr(len(y))}
