@@ -7,9 +7,10 @@ from sweep import classes, examine, one_line
 
 from tigon.fusion.parts import mlp, norm
 
+SLOW = {"KimiLinearForCausalLM"}  # half a minute, for its recurrences in plain torch
 # Layers of a tower that text alone does not run, of a kind that the decoder does not have.
 OF_TOWERS = {"Phi4MultimodalForCausalLM": {"linear"}}
-SAMPLE = [name for i, name in enumerate(classes()) if i % 24 == 7]
+SAMPLE = [name for i, name in enumerate(classes()) if i % 24 == 7 and name not in SLOW]
 
 
 @pytest.mark.parametrize("name", SAMPLE)

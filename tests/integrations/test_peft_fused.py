@@ -296,7 +296,7 @@ def test_levels_checkpoints_and_dropout(recompute, checkpointing, dropout, backe
     report = fusion.report()
     assert ran(fusion) >= 14
     assert not [what for what in rows_of(fusion, fused=False) if "drops" in what]
-    if checkpointing is None:
+    if checkpointing is None and recompute != "auto":  # which may keep them or not, by the memory
         assert bool(report.tensors_not_kept) == (recompute in ("cheap", "mlp"))
     torch.manual_seed(11)
     with tigon.use_backend("auto"):

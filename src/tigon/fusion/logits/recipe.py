@@ -61,7 +61,6 @@ class Recipe:
         # Optimizers with fused=True do not bump version counters, so the recipe keeps a weight sample as well.
         self.sample = sample
         self.split = is_split(weight)
-        self._note_versions()
 
     def _note_versions(self) -> None:
         self.versions = () if torch.compiler.is_compiling() else tuple(map(get_version, self._tensors()))
@@ -90,7 +89,9 @@ class Recipe:
                 return None
         if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1] or autocast not in (None, *DTYPES):
             return None
-        return cls(hidden, weight, bias, ledger, autocast=autocast, sample=_sample(weight), regather=regather)
+        recipe = cls(hidden, weight, bias, ledger, autocast=autocast, sample=_sample(weight), regather=regather)
+        recipe._note_versions()
+        return recipe
 
     def gather(self) -> AbstractContextManager[None]:
         return nullcontext() if self.regather is None else self.regather.gather(self.weight)
@@ -169,7 +170,7 @@ class Recipe:
         tensors = self._tensors()
         names = ("hidden states", "weight", "bias", "second bias")[: len(tensors)]
         for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
-            if get_version(t) != version:
+            if t is not None and get_version(t) != version:
                 return f"the head's {name} changed in place"
         for name, t in zip(names, tensors, strict=True):
             if t is not None and (use or self.regather is None) and is_released(t):
@@ -217,7 +218,7 @@ class Recipe:
 
     def head(self) -> Head | None:
         """The head that gives these logits; None where the steps have another form than a softcap and a scale."""
-        form = self.scale_and_softcap()
+        form = self.scale_and_softcap() if self.steps else (1.0, None)
         if form is None:
             return None
         bias = self.bias

@@ -109,7 +109,8 @@ class Away:
             self.host.copy_(t, non_blocking=True)
         t.record_stream(stream)  # the allocator may reuse t's memory only after the copy
 
-    def fetch(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def fetch(self) -> Any:
+        """The tensor on its device, and the event after which it is there; None where no copy is made."""
         if self.here is None:
             # The copy waits for the work queued on the current stream, which may still use the memory that `back` got.
             back = torch.empty_like(self.host, device=self.device)
@@ -124,6 +125,7 @@ class Away:
         origin = self.origin()
         if origin is not None:
             check_unwritten(origin, self.version)
+        back: Tensor
         back, arrived = self.fetch()
         self.given += 1
         if self.given % self.wanted == 0:
@@ -147,7 +149,7 @@ class CountedAway(Away):
         self.here: Any = None
         self.like = t.size(), t.stride(), t.dtype
 
-    def fetch(self) -> tuple[Tensor, None]:
+    def fetch(self) -> Any:
         if self.here is None:
             size, stride, dtype = self.like
             self.here = torch.empty_strided(size, stride, dtype=dtype, device="meta"), None

@@ -155,7 +155,7 @@ def _layouts(shapes: dict[str, tuple[int, ...]], inputs: Any, act_module: str | 
             (width, D), (D_down, inner) = first, second
             if E_down != E or D_down != D or width != factor * inner or min(E, D, inner) < 1:
                 continue
-            biases = (vectors, vectors[::-1]) if vectors else ((None, None),)
+            biases: Any = (vectors, vectors[::-1]) if vectors else ((None, None),)
             for first_bias, second_bias in biases:
                 if first_bias is None or (shapes[first_bias] == (E, width) and shapes[second_bias] == (E, D)):
                     roles = gate_up, down, first_bias, second_bias, by_columns
