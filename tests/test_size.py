@@ -16,13 +16,13 @@ LINES = {  # to the next 50
     "src/tigon/graph": 1450,
     "src/tigon/integrations": 3850,
     "src/tigon/kernels": 1850,
-    "src/tigon/losses": 8700,
-    "src/tigon/nn": 650,
+    "src/tigon/losses": 8650,
+    "src/tigon/nn": 500,
     "src/tigon/ops": 16700,
     "src/tigon/rank": 16650,
     "src/tigon/retrieve": 19150,
     "src/tigon/training": 2550,
-    "tests": 66500,
+    "tests": 65650,
     "benchmarks": 15650,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -33,17 +33,6 @@ def test_ratios_of_tokens(kept, dtype, device):
     assert math.isnan(found["clip_ratio/low_min"]) == (kept == 0.0)
 
 
-def test_ratios_of_sequences(device):
-    """One ratio a sequence: its first column, and every sequence counts."""
-    clipped = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 1.0]], device=device)
-    mask = torch.tensor([[True, False]] * 4, device=device)
-    found = {name: value.item() for name, value in clip_ratios(clipped, mask, True, "grpo").items()}
-    assert found == {
-        "clip_ratio/low_mean": 0.5, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.75,
-        "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 1.0,
-    }  # fmt: skip
-
-
 def test_no_tokens_at_all():
     found = clip_ratios(torch.empty(2, 0), torch.empty(2, 0, dtype=torch.bool), False, "grpo")
     assert found["clip_ratio/low_mean"].item() == 0.0

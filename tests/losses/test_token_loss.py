@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flat import token_loss
-from torch.utils._python_dispatch import TorchDispatchMode
+from modes import Watch
 from torch.utils.checkpoint import checkpoint
 
 from tigon.losses import ValidLengths
@@ -104,16 +104,15 @@ def whole(x, weight, bias, target, tensors, reference, group_size):
     return loss, logprob, total
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("chunk_bytes", [1, 40000, None])  # parts in several pieces, several parts, one part
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("with_reference", [False, True])
 @pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
-def test_parts_change_nothing(group_size, with_reference, known, chunk_bytes, dtype, backend, device):
+def test_parts_change_nothing(group_size, with_reference, known, chunk_bytes, backend, device):
     # The walk is the same code on either backend, and whether lengths are known changes no kernel.
-    dear = device.type == "cpu" and (chunk_bytes == 40000 or known == (chunk_bytes is None))
-    if backend == "triton" and (dtype == torch.float64 or dear):
-        pytest.skip("the kernels take no fp64; and time in the interpreter is dear")
+    if backend == "triton" and device.type == "cpu" and (chunk_bytes == 40000 or known == (chunk_bytes is None)):
+        pytest.skip("interpreted kernels are slow")
+    dtype = torch.float64 if backend == "torch" else torch.float32
     x, weight, bias, target, tensors, reference = batch(device)
     leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
     loss, found = token_loss(
@@ -200,21 +199,6 @@ def test_a_head_that_does_not_fit_is_refused(change, sentence):
 
 
 @pytest.mark.parametrize("group_size", [0, 2])
-def test_compiles_whole(group_size, device):
-    x, weight, bias, target, tensors, _ = batch(device)
-
-    def call(x, weight, bias):
-        return token_loss("toy", [group_size], x, weight, target, bias, tensors=tensors, lengths=None)[0]
-
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    loss = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
-    expected = call(*leaves)
-    torch.testing.assert_close(loss, expected)
-    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("group_size", [0, 2])
 def test_a_checkpoint_computes_once_more_not_twice(group_size, device, monkeypatch):
     x, weight, bias, target, tensors, _ = batch(device)
     calls = []
@@ -287,18 +271,6 @@ def test_a_batch_without_anything_that_counts(group_size, shape, known, device):
     assert weight.grad.abs().sum() == 0
 
 
-class Seen(TorchDispatchMode):
-    """The names of the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
 def test_a_batch_of_one_chunk_is_one_part_in_its_order(group_size, device):
     """Nothing is sorted, looked up or filled: of few tokens, launches take longer than the numbers."""
@@ -306,7 +278,7 @@ def test_a_batch_of_one_chunk_is_one_part_in_its_order(group_size, device):
     target = target.clamp(min=0)  # every token counts
     leaves = [t.requires_grad_() for t in (x, weight)]
     for chunk_bytes in (None, 1):
-        with Seen() as seen:
+        with Watch() as seen:
             token_loss(
                 "toy", [group_size], *leaves, target, bias, tensors=tensors, lengths=[T] * S, chunk_bytes=chunk_bytes
             )
