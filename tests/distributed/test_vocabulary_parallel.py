@@ -139,10 +139,36 @@ def test_every_case_of_the_table(ranks, name, split, dtype):
     check(ranks, split, backend, [(name, number, dtype) for number in numbers])
 
 
-def test_the_kernels_too(ranks):
-    """Interpreted where there is no GPU. tests/ops/test_shard_statistics.py has their branches."""
-    calls = [("linear_cross_entropy", 2, torch.float32), ("linear_logprob", 2, torch.float32)]
-    check(ranks, "uneven", "triton", calls)
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_logprob", "distill", "distill_topk"])
+def test_the_kernels_too(ranks, name):
+    """Interpreted where there is no GPU. tests/ops/test_shard_statistics.py has the branches of the first two."""
+    numbers = range(len(OPS[name].cases)) if name.startswith("distill") else (2,)
+    check(ranks, "uneven", "triton", [(name, number, torch.float32) for number in numbers])
+
+
+def find_wrong_classes(rank, world, device):
+    """Rows of dx that are NaN for a target, and for an id, that no rank has. Forward KL with and without a gradient."""
+    x, weight, _, target = head(device, rows=(6,))
+    own = shard(weight, uneven(61, world), rank)
+    logprobs, ids = F.linear(x, weight).log_softmax(-1).topk(3)
+    teacher, leaf, group = x.flip(-1), x.clone().requires_grad_(), dist.group.WORLD
+    target[1] = ids[2, 1] = 61
+    sentence = mock.patch("tigon.losses.distillation._check_ids")
+    with tigon.use_backend("triton"), mock.patch("tigon.ops.targets.is_concrete", return_value=False), sentence:
+        losses = [
+            flat.distill(leaf, own, teacher, own, target, hard_weight=0.5, group=group)[0],
+            flat.distill_topk(leaf, own, ids.clamp(max=60), logprobs, target, hard_weight=0.5, group=group)[0],
+            flat.distill_topk(leaf, own, ids, logprobs, group=group)[0],
+        ]
+        found = [torch.autograd.grad(loss, leaf)[0].isnan().any(1).nonzero().flatten().tolist() for loss in losses]
+        kl = flat.distill(leaf, own, teacher, own, loss_type="kl", group=group)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(flat.distill(leaf, own, teacher, own, loss_type="kl", group=group)[0], kl)
+    return found
+
+
+def test_classes_that_no_rank_has_are_loud_in_their_rows(ranks):
+    assert ranks.run(find_wrong_classes) == [[[1], [1], [2]]] * ranks.size
 
 
 def test_the_kernels_of_a_softmax_over_items(ranks):

@@ -32,12 +32,6 @@ def test_chunks_keep_the_budget_and_are_balanced(rows, row_bytes, budget):
         assert count * size - rows < count * 128
 
 
-def test_llama_3_takes_four_chunks_of_8192_rows():
-    """1 GiB of bf16 logits: 4185 rows of 128256, rounded down to a multiple of 128 and balanced."""
-    assert chunk_rows(8192, 128256 * 2, 2**30) == 4096
-    assert chunk_rows(32768, 128256 * 2, 2**30) == 4096
-
-
 def test_budget(monkeypatch):
     monkeypatch.delenv("TIGON_CHUNK_BYTES", raising=False)
     assert chunk_budget(CPU) == CPU_CHUNK_BYTES

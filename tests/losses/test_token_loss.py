@@ -10,10 +10,7 @@ from modes import Watch
 from torch.utils.checkpoint import checkpoint
 
 from tigon.losses import ValidLengths
-from tigon.losses.batch_split import split_batch
 from tigon.losses.family import BATCH, FAMILIES, Family
-from tigon.losses.head.chunks import Chunks
-from tigon.losses.head.head import Projection
 from tigon.losses.operator import record
 
 # torch's word for a buffer that is too small.
@@ -131,27 +128,6 @@ def test_parts_change_nothing(group_size, with_reference, known, chunk_bytes, ba
         torch.testing.assert_close(found["total"].double(), total.squeeze(1), **close)
     for got, expected in zip(grads, torch.autograd.grad(3 * answer, exact), strict=True):
         torch.testing.assert_close(got.double(), expected, **close)
-
-
-@pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
-@pytest.mark.parametrize("lengths", [[], [38, 38, 0, 38, 8, 38]])
-def test_every_row_that_counts_is_in_one_part(lengths, group_size, device):
-    target = batch(device)[3]
-    seen = []
-    head = Projection(torch.zeros(S * T, 2, device=device), torch.zeros(V, 2, device=device), None)
-    known = sum(lengths) if lengths and not group_size else None
-    whole = Chunks(head, target.view(-1), -100, known, 128 * V * 4)
-    for part in split_batch(whole, target, group_size, lengths, -100, 128):
-        rows = torch.arange(S * T, device=device)[part.chunks.row_indices(0, part.chunks.visited)]
-        assert rows.numel() == part.chunks.visited
-        seen += rows.tolist()
-        sequences = {int(r) // T for r in rows}
-        if group_size == 2:
-            assert {(s + 3) % 6 for s in sequences if target[s].max() >= 0} <= set(part.sequences.tolist())
-        if not part.alone:
-            assert sequences <= set(part.sequences.tolist())
-    counts = (target.view(-1) != -100).nonzero().flatten().tolist() if lengths else list(range(S * T))
-    assert sorted(seen) == counts
 
 
 @pytest.mark.parametrize("group_size", [0, 1])
