@@ -23,8 +23,9 @@ ROUNDINGS_BF16 = 2**12
 # On a CPU, where processes are slow, one engine for each mechanism; and engines by which the plain model is held
 # to the same, and by which fusing after the engine differs from fusing before. On GPUs all are tried.
 BEFORE = {
-    "DDP, static graph", "DDP, tied embeddings", "DDP, accumulation", "DDP, bf16 autocast", "FSDP2, one group",
-    "FSDP2, head alone, kept", "FSDP2, head and embedding alone", "FSDP2, resharded to pairs",
+    "DDP, static graph", "DDP, gradients as views", "DDP, tied embeddings", "DDP, accumulation", "DDP, bf16 autocast",
+    "FSDP2, one group", "FSDP2, tied embeddings", "FSDP2, head alone, kept", "FSDP2, head and embedding alone",
+    "FSDP2, resharded to pairs",
     "FSDP2, head alone, checkpointing", "FSDP2, head alone, bf16, accumulation", "HSDP, head alone, accumulation",
     "TP, tied embeddings", "TP, sequence parallel, and FSDP2", "CP, keys and values gathered",
     "FSDP2, adapters, checkpointing", "FSDP2, adapters, accumulation", "FSDP2, adapters, each layer of them alone",

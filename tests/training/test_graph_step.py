@@ -302,50 +302,37 @@ def test_gradients_may_be_emptied_anywhere(recorded, inside, to_none):
     assert all((p.grad is None) == to_none for p in got[1])
 
 
-def test_gradients_that_are_no_longer_there_are_captured_anew(recorded):
-    model = network()
-    optimizer = sgd(model)
-
-    def step(x, y):
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-
-    step = recorded(step, optimizer)
-    for batch in batches(EAGER + 2):
-        step(*batch)
-        optimizer.zero_grad(set_to_none=False)
-    assert step.graphs == 1
-    optimizer.zero_grad()
-    with pytest.warns(UserWarning, match="captures again: the memory of parameters, gradients or optimizer state"):
-        step(*batches(1)[0])
-    assert step.graphs == 0
-    assert all(p.grad is not None for p in model.parameters())
+REPLACED = {
+    "weights": lambda model, optimizer: setattr(model[0].weight, "data", model[0].weight.data.clone()),
+    "state": lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "gradients": lambda model, optimizer: optimizer.zero_grad(),
+}
 
 
-def test_a_loaded_optimizer_is_captured_anew(recorded):
+@pytest.mark.parametrize("what", REPLACED)
+def test_memory_that_was_replaced_is_captured_anew(what, recorded):
     def run(wrap):
         model = network()
         optimizer = sgd(model)
-        step, losses = wrap(step_of(model, optimizer), optimizer), []
-        for i, batch in enumerate(batches(14)):
-            if i == 6:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        def step(x, y):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step, losses = wrap(step, optimizer), []
+        for i, batch in enumerate(batches(2 * EAGER + 4)):
+            if i == EAGER + 2:
+                REPLACED[what](model, optimizer)
             losses.append(step(*batch).detach())
+            optimizer.zero_grad(set_to_none=False)  # the graph adds to these gradients
         return torch.stack(losses), list(model.parameters()), step
 
-    with pytest.warns(UserWarning, match="captures again"):
+    with pytest.warns(UserWarning, match="captures again: the memory of parameters, gradients or optimizer state"):
         got = run(recorded)
     same(got, run(plain))
-    assert got[2].eager == 2 * EAGER
-    assert got[2]._recorder.forgotten == 1
-
-
-def test_weights_that_moved_are_captured_anew(recorded):
-    *_, step = got = trained(recorded, [(b, {}) for b in batches(5)])
-    got[1][0].data = got[1][0].data.clone()
-    with pytest.warns(UserWarning, match="captures again"):
-        step(*batches(1)[0])
-    assert (step.graphs, step.eager) == (0, EAGER + 1)
+    assert (got[2].eager, got[2].replays, got[2]._recorder.forgotten) == (2 * EAGER, 4, 1)
 
 
 def test_a_learning_rate_that_changed_is_refused(recorded):
