@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tigon.losses.policy.options import GRPO, POLICY_LOSSES, Rollout, Sampler
 from tigon.losses.token_loss import token_loss
 
 
-def make_options(config: GRPO, rollout: Rollout, level: str | None = None) -> PolicyOptions:
+def make_options(config: GRPO, rollout: Rollout, level: Literal["total"] | None = None) -> PolicyOptions:
     """The options as the family takes them. level: "total" for `rloo`."""
     c, name, (sampled, ratio) = config, "grpo", parse_sampler(rollout)
     mode = None if sampled is None or ratio is not None else c.importance_sampling_mode
