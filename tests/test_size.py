@@ -22,7 +22,7 @@ LINES = {  # to the next 50
     "src/tigon/rank": 16650,
     "src/tigon/retrieve": 19150,
     "src/tigon/training": 2550,
-    "tests": 65650,
+    "tests": 65400,
     "benchmarks": 15650,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
