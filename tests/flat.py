@@ -16,6 +16,7 @@ from tigon.losses.distillation import distill_topk_reference as _distill_topk_re
 from tigon.losses.family import FAMILIES
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.policy import grpo_reference as _grpo_reference
+from tigon.losses.preference import reference as _preference_reference
 from tigon.losses.token_loss import token_loss as _token_loss
 
 HEAD = ("bias", "softcap", "scale", "group", "lora")
@@ -117,6 +118,18 @@ def cpo(x, weight, target, **options):
 def simpo(x, weight, target, **options):
     head, config, chunks = head_of(weight, options), config_of(losses.SimPO, options), chunk_options_of(options)
     return losses.simpo(x, head, target, config=config, chunks=chunks, **options)
+
+
+def preference_reference(kind, logits, target, **options):
+    """The reference of a preference loss, by its options' class."""
+    config, ref = config_of(getattr(losses, kind), options), options.pop("ref_logits", None)
+    if "ref_chosen_logps" in options:
+        ref = options.pop("ref_chosen_logps"), options.pop("ref_rejected_logps")
+    own = (ref,) if kind == "DPO" else ()
+    if kind == "KTO":
+        own = options.pop("label"), options.pop("ref_logps", ref), options.pop("kl", 0.0)
+    function = getattr(_preference_reference, f"{kind.lower()}_reference")
+    return function(logits, target, *own, config=config, **options)
 
 
 def kto(x, weight, target, label, **options):

@@ -58,13 +58,6 @@ def test_a_node_of_one_rank_gets_all_from_others_and_keeps_it():
     assert all(value == 0 for side in found.inside.values() for value in side.values())
 
 
-def test_it_prints_as_a_table():
-    lines = str(hpz.plan(nn.Sequential(nn.ModuleList([nn.Linear(1024, 1024)])), 4, 2, micro_steps=2)).splitlines()
-    assert lines[0] == "1,049,600 parameters on 4 GPUs: 2 nodes of N = 2; micro-steps: 2"
-    assert lines[2].split() == ["memory", "of", "a", "GPU,", "MiB", "FSDP2", "FSDP2,", "N", "hpZ"]
-    assert "  backward                               2.0         0.0         0.0" in lines
-
-
 @pytest.mark.parametrize("group_size", [0, 3, 4])
 def test_groups_that_do_not_divide(group_size):
     with pytest.raises(ValueError, match=r"^plan: group_size must divide world_size, 4, .* got"):

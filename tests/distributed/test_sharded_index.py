@@ -186,6 +186,34 @@ def test_links_retrievers_and_explanations(ranks):
     ranks.run(of_links)
 
 
+def of_batch(part: int, parts: int, device, group=None, has_rules=False):
+    """in_batch_softmax and its gradients for a part of one batch, in which ids repeat within a part and across."""
+    generator = torch.Generator().manual_seed(0)
+    query, positive = (torch.randn(20, 16, generator=generator) for _ in range(2))
+    ids, log_q = torch.randint(0, 9, (20,), generator=generator), torch.rand(20, generator=generator).log()
+    query, positive, ids, log_q = (t.chunk(parts)[part].to(device) for t in (query, positive, ids, log_q))
+    if has_rules:  # a line for each query of the rank, of the items of all ranks
+        allowed = (torch.rand(20, 20, generator=generator) < 0.7).chunk(parts)[part].to(device)
+        ids = retrieve.Negatives(ids, allowed=allowed)
+    leaves = query.requires_grad_(), positive.requires_grad_()
+    loss = retrieve.in_batch_softmax(*leaves, ids, log_q, scale=2.0, group=group)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def of_batch_on_a_rank(rank, world, device, has_rules):
+    return of_batch(rank, world, device, dist.group.WORLD, has_rules)
+
+
+@pytest.mark.parametrize("has_rules", [False, True])
+def test_ranks_together_have_the_loss_of_the_whole_batch(ranks, has_rules):
+    """The items of other ranks are negatives, and get their gradients."""
+    want, found = of_batch(0, 1, "cpu", has_rules=has_rules), ranks.run(of_batch_on_a_rank, has_rules)
+    # Each rank has the mean of its own queries: the mean over ranks, as DDP takes it, is that of all.
+    torch.testing.assert_close(sum(loss for loss, *_ in found) / ranks.size, want[0], rtol=1e-4, atol=1e-5)
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([f[i] for f in found]) / ranks.size, want[i], rtol=1e-4, atol=1e-5)
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 

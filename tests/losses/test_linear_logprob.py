@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from flat import linear_logprob
-from numerics import check
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from modes import Watch
 
 import tigon
 from tigon.losses.head.chunks import ValidCount
@@ -73,57 +70,24 @@ def test_same_as_whole_logits(adapted, options, chunk_bytes, keep_bytes, backend
         torch.testing.assert_close(got.double(), right, **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_no_more_wrong_than_eager(dtype, backend, device):
-    x = torch.randn(200, 32, device=device, dtype=dtype)
-    weight = torch.randn(64, 32, device=device, dtype=dtype) / 4
-    target = torch.randint(0, 64, (200,), device=device)
-    target[::5] = -100
-
-    def ours(x, weight, target):
-        return tuple(linear_logprob(x, weight, target)[:2])
-
-    def whole(x, weight, target):
-        return tuple(linear_logprob_reference(x, weight, target, None, None, -100, 1.0, 0.0, 1.0)[:2])
-
-    check(ours, whole, x, weight, target, eager=whole, grad=[0, 1])
-
-
-class Products(TorchDispatchMode):
-    """Rows that are multiplied by the whole weight, and the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, Tensor) and t.is_floating_point():
-                self.largest = max(self.largest, t.numel())
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and V in out.shape and H not in out.shape:
-            self.rows += out.shape[0]
-        return out
-
-
 @pytest.mark.parametrize(("keep_bytes", "again"), [(0, 2), (128 * V * 4, 1), (10**9, 0)])
 def test_what_is_kept_is_not_computed_again(keep_bytes, again, device):
     tensors, target = head(device, torch.float32, False, False, ignored=0.0)
-    with Products() as seen:
+    with Watch() as seen:
         result = called(tensors, target, chunk_bytes=1, keep_bytes=keep_bytes)
-    assert seen.rows == ROWS
-    with Products() as seen:
+    assert seen.products == ROWS * H * V
+    with Watch() as seen:
         result.logprob.sum().backward()
-    assert seen.rows == 128 * again
+    assert seen.products == (128 * again + 2 * ROWS) * H * V
 
 
 def test_logits_are_never_whole_and_masked_tokens_cost_nothing(device):
     tensors, target = head(device, torch.float32, False, False)
     valid = int((target != -100).sum())
-    with Products() as seen:
+    with Watch() as seen:
         called(tensors, target, chunk_bytes=1, num_valid=ValidCount(target)).logprob.sum().backward()
     assert seen.largest == 128 * V
-    assert valid < seen.rows <= 2 * valid
+    assert 3 * valid * H * V < seen.products <= 4 * valid * H * V
 
 
 def test_a_second_backward_pass(backend, device):
@@ -144,8 +108,7 @@ def test_a_backward_pass_goes_on_where_the_forward_pass_began(there, back, trito
     upstream = [torch.randn_like(result.logprob) for _ in range(2)]
     with tigon.use_backend(back):
         found = gradients(result, tensors, upstream)
-    for got, right in zip(found, gradients(reference(tensors, target), tensors, upstream), strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, gradients(reference(tensors, target), tensors, upstream), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -155,22 +118,9 @@ def test_what_is_frozen_gets_no_gradient(frozen, device):
     expected = gradients(called(tensors, target), tensors, [ones, ones])
     kept = [t for i, t in enumerate(tensors) if i != frozen]
     tensors[frozen].requires_grad_(False)
-    with Products() as seen:
-        found = torch.autograd.grad([r.sum() for r in called(tensors, target)[:2]], kept)
-    assert seen.largest <= ROWS * V
+    found = torch.autograd.grad([r.sum() for r in called(tensors, target)[:2]], kept)
     for a, b in zip(found, [g for i, g in enumerate(expected) if i != frozen], strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("rows", [(0,), (2, 0)])
-def test_no_token_at_all(rows, backend, device):
-    x = torch.randn(*rows, H, device=device, requires_grad=True)
-    weight = torch.randn(V, H, device=device, requires_grad=True)
-    result = linear_logprob(x, weight, torch.zeros(rows, dtype=torch.long, device=device))
-    assert all(r.shape == rows for r in result)
-    result.logprob.sum().backward()
-    assert x.grad.shape == x.shape
-    assert weight.grad.abs().max() == 0
 
 
 def test_all_tokens_masked(backend, device):
@@ -194,32 +144,6 @@ def test_nan_stays_in_its_row(backend, device):
     assert result.logprob.isnan().nonzero().flatten().tolist() == [3]
     (dx,) = torch.autograd.grad(result.logprob.sum(), tensors[0])
     assert dx.isnan().any(1).nonzero().flatten().tolist() == [3]
-
-
-def test_compiles_whole(device):
-    tensors, target = head(device)
-
-    def call(*tensors):
-        result = called(tensors, target)
-        return result.logprob.sum() + result.entropy.sum()
-
-    loss = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
-    expected = call(*tensors)
-    torch.testing.assert_close(loss, expected)
-    for a, b in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_under_autocast(device):
-    tensors, target = head(device, torch.float32)
-    with torch.autocast(device.type, torch.bfloat16):
-        result = called(tensors, target)
-    result.logprob.sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in tensors)
-    x, weight, bias, a, b = (t.detach().bfloat16() for t in tensors)
-    expected = F.linear(x, weight, bias) + 0.5 * F.linear(F.linear(x, a), b)
-    logp = F.log_softmax(expected.float(), -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(result.logprob, torch.where(target >= 0, logp, 0.0), rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,6 @@ def call(name, **keyword):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_at_most_six_arguments(name):
-    parameters = inspect.signature(getattr(losses, name)).parameters
-    assert len([p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]) <= 6
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_the_sentence_names_the_value(name):
     homes = [("config", getattr(losses, CONFIGS[name])), ("chunks", losses.ChunkOptions), ("head", tigon.Head)]
     if name in HELD:

@@ -8,11 +8,10 @@ import numerics
 import pytest
 import torch
 import torch.nn.functional as F
-from flat import cpo, dpo, kto, orpo, simpo
-from torch.utils._python_dispatch import TorchDispatchMode
+from flat import cpo, dpo, kto, orpo, preference_reference, simpo
+from modes import NothingWaits
 
 import tigon
-from tigon import nn
 from tigon.losses import ValidLengths, inputs, preference
 from tigon.losses import token_loss as walk
 from tigon.losses.preference import reference
@@ -21,7 +20,8 @@ from tigon.losses.preference.families import log1mexp
 B, T, H, V = 3, 9, 8, 21
 S = 2 * B
 LOSSES = {"dpo": dpo, "orpo": orpo, "cpo": cpo, "simpo": simpo, "kto": kto}
-REFERENCES = {name: getattr(reference, f"{name}_reference") for name in LOSSES}
+OPTIONS = {"dpo": "DPO", "orpo": "ORPO", "cpo": "CPO", "simpo": "SimPO", "kto": "KTO"}
+REFERENCES = {name: functools.partial(preference_reference, kind) for name, kind in OPTIONS.items()}
 LABEL = torch.tensor([True, False, False, True, True, False])
 
 
@@ -192,8 +192,7 @@ class FusedHead:
 def check_against(found, loss, leaves, metrics, theirs, their_leaves, close):
     torch.testing.assert_close(loss, theirs.to(loss.dtype), **close)
     got, expected = torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, their_leaves)
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e, **close)
+    torch.testing.assert_close(got, expected, **close)
     for name, value in metrics.items():
         ours, its = found[name].double(), torch.as_tensor(value, dtype=torch.float64)
         # TRL's accuracies are in fp32.
@@ -445,17 +444,6 @@ def test_discopop_far_below_zero():
 # ----------------------------------------------------------------------------------------------------------- corners
 
 
-def empty_of(name, sequences):
-    if name == "dpo":
-        logps = torch.zeros(sequences // 2)
-        return {"ref_chosen_logps": logps, "ref_rejected_logps": logps}
-    return (
-        {"label": torch.ones(sequences, dtype=torch.bool), "ref_logps": torch.zeros(sequences), "kl": 0.0}
-        if name == "kto"
-        else {}
-    )
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("name", "options"), FEW, ids=str)
 def test_sequences_without_a_token_that_counts(name, options, known, device):
@@ -475,16 +463,18 @@ def test_sequences_without_a_token_that_counts(name, options, known, device):
     assert all(v.isfinite() for v in found.values())
 
 
-@pytest.mark.parametrize("shape", [(0, T), (S, 0), (0, 0)])
 @pytest.mark.parametrize(("name", "options"), FEW, ids=str)
-def test_empty_batches(name, options, shape, device):
-    x = torch.randn(*shape, H, device=device, requires_grad=True)
+def test_a_batch_without_sequences(name, options, device):
+    x = torch.randn(0, T, H, device=device, requires_grad=True)
     weight = torch.randn(V, H, device=device, requires_grad=True)
-    extra = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in empty_of(name, shape[0]).items()}
-    loss, _ = LOSSES[name](x, weight, torch.zeros(shape, dtype=torch.long, device=device), **{**extra, **options})
+    none = torch.zeros(0, device=device)
+    extra = {
+        "dpo": {"ref_chosen_logps": none, "ref_rejected_logps": none},
+        "kto": {"label": none.bool(), "ref_logps": none, "kl": 0.0},
+    }.get(name, {})
+    loss, _ = LOSSES[name](x, weight, torch.zeros(0, T, dtype=torch.long, device=device), **{**extra, **options})
     loss.backward()
-    assert loss.isfinite()
-    assert shape[0] or loss == 0
+    assert loss == 0
     assert x.grad.shape == x.shape
     assert weight.grad.abs().max() == 0
 
@@ -518,36 +508,6 @@ def test_what_is_broken_stays_visible_and_where_it_is(name, options, broken, dev
     assert dx[0].abs().max() > 0
 
 
-@pytest.mark.parametrize(("name", "options"), FEW, ids=str)
-def test_only_what_is_asked_is_computed(name, options, device):
-    x, weight, bias, target = batch(device)
-    ours, _ = arguments(name, options, "given", device)
-    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    loss, found = LOSSES[name](*whole[:2], target, bias=whole[2], **ours)
-    expected = torch.autograd.grad(loss, whole, retain_graph=True)
-    again = torch.autograd.grad(loss, whole)
-    for i, (e, a) in enumerate(zip(expected, again, strict=True)):
-        assert torch.equal(e, a)
-        alone = [t.clone().requires_grad_(j == i) for j, t in enumerate((x, weight, bias))]
-        part = LOSSES[name](*alone[:2], target, bias=alone[2], **ours)[0]
-        torch.testing.assert_close(torch.autograd.grad(part, [alone[i]])[0], e)
-    for value in found.values():
-        assert value.shape == ()
-        assert not value.requires_grad
-    with torch.no_grad():
-        assert not LOSSES[name](*whole[:2], target, bias=whole[2], **ours)[0].requires_grad
-
-
-class NothingWaits(TorchDispatchMode):
-    """Refuses what reads a number of the device, or has a shape that depends on one."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
-        assert name != "index" or not any(t is not None and t.dtype == torch.bool for t in args[1])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
 def test_nothing_waits_for_the_device(name, options, known, monkeypatch):
@@ -563,9 +523,8 @@ def test_nothing_waits_for_the_device(name, options, known, monkeypatch):
         LOSSES[name](*leaves[:2], target, bias=leaves[2], lengths=lengths, chunk_bytes=1, **ours)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("name", "options"), FEW, ids=str)
-def test_compiles_whole(name, options, dynamic, device):
+def test_compiles_whole(name, options, device):
     torch._dynamo.reset()
     x, weight, bias, target = batch(device)
     ours, _ = arguments(name, options, "given", device)
@@ -574,21 +533,10 @@ def test_compiles_whole(name, options, dynamic, device):
         return LOSSES[name](x, weight, target, bias=bias, **ours)
 
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    loss, found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*leaves, target)
+    loss, found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)(*leaves, target)
     expected, metrics = call(*leaves, target)
     torch.testing.assert_close((loss, found), (expected, metrics))
-    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_autocast_takes_masters_in_fp32(device):
-    x, weight, bias, target = batch(device, torch.float32)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    with torch.autocast(device.type, torch.bfloat16):
-        loss, _ = dpo(*leaves[:2], target, bias=leaves[2], **given(device, torch.float32))
-    expected, _ = dpo(*leaves[:2], target, bias=leaves[2], **given(device, torch.float32))
-    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
-    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
 
 
 GIVEN = given()
@@ -635,34 +583,3 @@ def test_what_does_not_fit_is_refused(name, options, sentence):
 
 
 # ------------------------------------------------------------------------------------------------- modules and texts
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_modules(name):
-    x, weight, bias, target = batch()
-    extra, _ = arguments(name, {"kl": 0.1} if name == "kto" else {}, "given")
-    kind = "SimPO" if name == "simpo" else name.upper()
-    module = getattr(nn, f"{kind}Loss")(getattr(tigon.losses, kind)(beta=0.4))
-    own = {}
-    if name == "dpo":
-        own["ref"] = extra["ref_chosen_logps"], extra["ref_rejected_logps"]
-    if name == "kto":
-        own = {"unpaired": tigon.losses.Unpaired(extra["label"], extra["ref_logps"], extra["kl"])}
-    loss, found = module(x, tigon.Head(weight, bias), target, **own)
-    expected, metrics = LOSSES[name](x, weight, target, bias=bias, beta=0.4, **extra)
-    torch.testing.assert_close((loss, found), (expected, metrics))
-    assert "beta=0.4" in repr(module)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("dpo", {"beta": 0.1}), ("simpo", {"beta": 2.0, "gamma_beta_ratio": 0.25})]
-)
-def test_the_code_that_docstrings_replace(name, options):
-    x, weight, bias, target = batch(dtype=torch.float32)
-    extra, _ = arguments(name, options, "given", dtype=torch.float32)
-    block = getattr(tigon.losses, name).__doc__.split("Replaces::")[1]
-    names = {"F": F, "x": x, "weight": weight, "bias": bias, "target": target, **options}
-    if name == "dpo":
-        names["ref"] = extra["ref_chosen_logps"], extra["ref_rejected_logps"]
-    exec("\n".join(line.strip() for line in block.splitlines()), names)
-    torch.testing.assert_close(LOSSES[name](x, weight, target, bias=bias, **extra)[0], names["loss"])

@@ -50,8 +50,7 @@ def grads(model):
 
 
 def close(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(list(ours), list(theirs), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("adaptive", "eta"), [(False, 0.0), (True, 0.0), (True, 0.1)])
@@ -376,6 +375,10 @@ SGD = torch.optim.SGD([PARAMETER], lr=1.0)
 BAD = {
     "no optimizer": (lambda: MicroBatchSAM(PARAMETER), TypeError, "must be a torch.optim.Optimizer.*got Parameter"),
     "LBFGS": (lambda: MicroBatchSAM(torch.optim.LBFGS([PARAMETER])), TypeError, "got LBFGS"),
+    "FSDP1": (  # by its name, since FSDP1 wants an accelerator
+        lambda: MicroBatchSAM(SGD, nn.Sequential(type("FullyShardedDataParallel", (nn.Module,), {})())), TypeError,
+        "model must be sharded by torch.distributed.fsdp.fully_shard",
+    ),
     "rho": (lambda: MicroBatchSAM(SGD, rho=-0.1), ValueError, "rho must be a finite number of at least 0, got -0.1"),
     "eta": (lambda: MicroBatchSAM(SGD, eta=float("nan")), ValueError, "eta must be a finite number"),
     "no loss": (lambda: MicroBatchSAM(SGD).accumulate(lambda: None), ValueError, "must return the loss.*got NoneType"),

@@ -65,7 +65,6 @@ def split_batch(
         yield PartRows(whole.subset(slice(0, S * T) if indices is None else indices, most), indices, None, (S, T))
         return
     if group_size == ALONE:
-        # Tokens are independent, so each chunk is a part.
         for start, stop in whole.spans():
             rows = whole.row_indices(start, stop)
             sequences = torch.arange(start, stop, device=device) if isinstance(rows, slice) else rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ def empty_gradients(
     # Wide logits become a narrow gradient in another buffer: dW's product then has no factor to keep.
     only = visited if is_one_chunk and shards is None and class_bytes == narrow else 0
     dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw, only)
-    dx = x.new_empty((x.shape[:-1].numel(), x.shape[-1]) if plan.need_dx else (0,), dtype=plan.compute)
+    # Not Size.numel(), which makes a traced size a number: another number of rows would compile again.
+    dx = x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]) if plan.need_dx else (0,), dtype=plan.compute)
     return EarlyGradients(dx, dw, more, x.new_empty(weight.shape[0] if plan.need_db else 0, dtype=plan.acc))
 
 

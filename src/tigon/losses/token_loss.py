@@ -200,7 +200,6 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
     counted = sum(lengths) if lengths else target.numel()
     most = fitting if counted <= fitting else max(128, fitting // 128 * 128)
     alone = family.group_size() == ALONE and counted > most
-    # Sequences are cut from the whole batch, and each part leaves out ignored rows.
     known = counted if lengths and alone else None
     whole = Chunks(batch.head, target.view(-1), plan.ignore_index, known, plan.budget, shards)
     # All parts before the first product: the buffer must fit the largest chunk.

@@ -273,6 +273,11 @@ def _block() -> tuple[int, int]:
     return 4096, 8
 
 
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """torch.bfloat16 → tl.bfloat16. Addresses carry no dtype, so a kernel is compiled for the dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
 def _in_one_piece(t: Tensor) -> bool:
     """Whether a tensor fills its memory, in any dimension order, so that a kernel may ignore its shape."""
     # The two common cases first; the loop below costs the host a sort per parameter and step.
@@ -295,7 +300,7 @@ def upload(on_host: Tensor, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload_table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on the device. Cached: the allocator tends to give gradients the same addresses in each step."""
     return upload(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
@@ -309,7 +314,7 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     owner = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     first = counts.cumsum(0) - counts
     return (
-        _table(sizes, torch.int64, device),
+        upload_table(sizes, torch.int64, device),
         upload(first.to(torch.int32), device),
         upload(owner.to(torch.int32), device),
     )
@@ -336,7 +341,7 @@ def _launches(
         # Tables in place of arguments: a launch takes any number of tensors.
         addresses = tuple(of[i] for of in places for i in members)
         sizes, first, owner = _blocks(tuple(counts[i] for i in members), device)
-        yield members, options, (_table(addresses, torch.int64, device), sizes, owner, first)
+        yield members, options, (upload_table(addresses, torch.int64, device), sizes, owner, first)
 
 
 def _like(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -352,8 +357,7 @@ def _squared_norm(params: list[Tensor], grads: list[Tensor], adaptive: bool, eta
     grads = _like(params, grads)
     device = params[0].device
     partial = []
-    # Triton launches on the current device, which need not be the parameters'.
-    with _on(device):
+    with use_device(device):
         for members, options, tables in _launches(params, grads, None):
             programs = tables[2].numel()
             partial.append(torch.empty(programs, dtype=torch.float32, device=device))
@@ -370,9 +374,9 @@ def _perturb(
     device = params[0].device
     # The norm may be fp64 if another parameter is; the kernel computes in fp32.
     squares = squares.to(torch.float32)
-    with _on(device):
+    with use_device(device):
         for members, options, tables in _launches(params, grads, kept):
-            lengths = _table(tuple(rho[i] for i in members), torch.float32, device)
+            lengths = upload_table(tuple(rho[i] for i in members), torch.float32, device)
             tensors = (*tables, lengths, squares)
             _run(_perturb_kernel, tensors, len(members), tables[2].numel(), options, adaptive, eta)
             # Kernels write without autograd's knowledge. A graph that has saved any of these tensors then raises
@@ -389,12 +393,12 @@ def _run(
     p, g, align = options
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, int]]:
-        # torch.bfloat16 → tl.bfloat16: addresses carry no dtype, so the kernel is compiled for it.
-        constants = (getattr(tl, str(p)[6:]), getattr(tl, str(g)[6:]), align, adaptive, block)
+        constants = (triton_dtype(p), triton_dtype(g), align, adaptive, block)
         return programs, (count, eta, *constants), {"num_warps": warps}
 
     launch(kernel, (count, programs, options, adaptive, eta), tensors, plan)
 
 
-def _on(device: torch.device) -> Any:
+def use_device(device: torch.device) -> Any:
+    """A context for launches: Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -10,8 +10,6 @@ https://arxiv.org/abs/2101.05615, there EXACT_ROWWISE_ADAGRAD
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.optim import Optimizer
 
 from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
 from tigon.ops.embedding_bag.rows import coalesce_rows
-from tigon.training.perturb import upload
+from tigon.training.perturb import triton_dtype, upload_table, use_device
 
 WIDEST = 8192  # the most columns per row that a program holds
 
@@ -237,12 +235,6 @@ def _tile(D: int) -> tuple[int, int, int]:
     return max(1, 1024 // block_n), block_n, 4 if block_n <= 2048 else 8
 
 
-@functools.lru_cache(maxsize=64)
-def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers on the device. Cached: dense gradients tend to keep their addresses between steps."""
-    return upload(torch.tensor(values, dtype=torch.int64, device="cpu"), device)
-
-
 def _row_adagrad(
     params: list[Tensor], sums: list[Tensor], grads: list[Tensor], rows: list[Tensor], D: int, dense: bool,
     aligned: bool, lr: float, eps: float, weight_decay: float,
@@ -262,13 +254,12 @@ def _row_adagrad(
     align = 16 if aligned else min(p.element_size(), g.element_size())
 
     def plan() -> Plan:
-        # torch.bfloat16 → tl.bfloat16: addresses carry no dtype, so the kernel is compiled for the dtype.
-        dtypes = getattr(tl, str(p.dtype)[6:]), getattr(tl, str(g.dtype)[6:])
+        dtypes = triton_dtype(p.dtype), triton_dtype(g.dtype)
         return programs, (T, lr, eps, weight_decay, D, *dtypes, align, *options), {"num_warps": warps}
 
-    # Triton launches on the current device, which need not be the tables'.
-    with torch.cuda.device(p.device) if p.is_cuda else contextlib.nullcontext():
+    with use_device(p.device):
         key = (programs, T, lr, eps, weight_decay, D, p.dtype, g.dtype, align, options)
-        launch(_row_adagrad_kernel, key, (_table((*addresses, *counts, *first), p.device),), plan)
+        table = upload_table((*addresses, *counts, *first), torch.int64, p.device)
+        launch(_row_adagrad_kernel, key, (table,), plan)
     # The kernel writes without autograd's knowledge: a graph that has saved a table then raises.
     torch.autograd.graph.increment_version([*params, *sums])

@@ -13,6 +13,8 @@ the same bits. The torch path always takes the multi-device steps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,9 +48,8 @@ def write_rows(rows: Rows, teacher: Tensor, formula: Formula, shards: Shards | N
     if shards is not None:
         _write_in_steps(rows, teacher, formula, shards)
     elif use_triton(rows.logits, teacher):
-        launch, hard = (_launch_cosine if formula.kind == "cosine" else _launch), rows.hard
         values = formula.kind != "kl" or not formula.gradient
-        launch(rows, teacher, formula, hard=hard, values=values, gradient=formula.gradient)
+        _launch(rows, teacher, formula, hard=rows.hard, values=values, gradient=formula.gradient)
     else:
         # A few rows at a time: the steps make several tensors as wide as the logits.
         for part in _cache_sized(rows.logits):
@@ -100,7 +101,6 @@ def evaluate_classes(z: Tensor, t: Tensor, merged: Tensor, formula: Formula) -> 
 def values_reference(rows: Rows, teacher: Tensor, merged: Tensor, formula: Formula) -> Tensor:
     z, t = formula.student(rows.wide)[0], formula.teacher(teacher.to(rows.soft.dtype))[0]
     terms, _, slopes = evaluate_classes(z, t, merged, formula)
-    # Only part of each row's divergence: `sum_over_devices` adds up the devices' parts at the end of the walk.
     rows.write(mask_ignored(terms.sum(-1), rows.labels), None, None)
     return mask_ignored(slopes.sum(-1), rows.labels)
 
@@ -120,7 +120,6 @@ def gradients_reference(rows: Rows, teacher: Tensor, merged: Tensor, total: Tens
         top = columns[TOP_A]
         if formula.kind == "kl":
             soft = mask_ignored(terms.sum(-1), rows.labels)
-    # The weights include 1 / temperature, and in fp16 the scale that the backward pass divides out.
     dz = dz * formula.weights.soft
     if formula.hard and rows.labels is not None:
         dz = dz + formula.weights.hard * ((z - top - columns[LOG_H]).exp() - one_hot(rows.labels, z))
@@ -132,9 +131,8 @@ def gradients_reference(rows: Rows, teacher: Tensor, merged: Tensor, total: Tens
 # One program per row: V logits for this device's classes, overwritten by the gradient. a: student, b: teacher.
 #   labels          (M,) or None. A row with ignore_index gets zero losses and gradient
 #   soft, hard      (M,), the losses; factor: 0-d, multiplies the gradient, or None
-#   merged          (M, MERGED) normalisers over all devices; None: this row has all classes, and the kernel computes
-#   them mean            (M,) receives this device's part of Σ q · u; means: (world, M), all devices' parts. None
-#                   without an exchange
+#   merged          (M, MERGED) normalisers over all devices; None: this device has all classes, and computes them here
+#   mean, means     (M,) receives this device's part of Σ q · u; (world, M), all devices' parts. None: no exchange
 #   soft_weight, hard_weight    factors on both gradients with respect to the logits
 #   VALUES          compute the divergence before the gradient. GRADIENT: write the gradient
 
@@ -329,8 +327,6 @@ def write_gradients(rows: Rows, teacher: Tensor, merged: Tensor, means: Tensor |
         for part in _cache_sized(rows.logits):
             here = None if total is None else total[part]
             gradients_reference(rows.select(part), teacher[part], merged[part], here, formula)
-    elif formula.kind == "cosine":
-        _launch_cosine(rows, teacher, formula, merged=merged, gradient=True)
     else:
         _launch(rows, teacher, formula, merged=merged, means=means, values=False, gradient=True)
 
@@ -339,29 +335,21 @@ def _launch(
     rows: Rows, teacher: Tensor, formula: Formula, *, hard: Tensor | None = None, merged: Tensor | None = None,
     mean: Tensor | None = None, means: Tensor | None = None, values: bool, gradient: bool,
 ) -> None:  # fmt: skip
+    """values: compute the divergence, which a cosine's normalisers hold already."""
     M, V = rows.logits.shape
     # With merged the merge has written the hard losses; values alone need no second softmax.
     kind_of_hard = int(formula.hard) if gradient or merged is None else 0
     ignore_index = formula.ignore_index if merged is None else IGNORED.value
     # Strides, because buffer rows are padded where V is not a multiple of 16 bytes (`empty_logits`).
-    arguments = (
-        V, rows.logits.stride(0), teacher.stride(0), ignore_index,
-        *((None, None) if means is None else (M, means.shape[0])),
-        formula.beta, formula.k, *formula.weights, *formula.student, *formula.teacher,
-        formula.kind, kind_of_hard, *formula.caps, values, gradient,
-    )  # fmt: skip
-    tensors = rows.logits, teacher, rows.labels, rows.soft, hard, rows.factor, merged, mean, means
-    launch_rows(_distill_kernel, rows, formula, tensors, arguments, hard=kind_of_hard > 0)
-
-
-def _launch_cosine(
-    rows: Rows, teacher: Tensor, formula: Formula, *, hard: Tensor | None = None, merged: Tensor | None = None,
-    values: bool = True, gradient: bool,
-) -> None:  # fmt: skip
-    ignore_index = formula.ignore_index if merged is None else IGNORED.value
-    arguments = (
-        rows.logits.shape[1], rows.logits.stride(0), teacher.stride(0), ignore_index, *formula.weights,
-        *formula.student, *formula.teacher, int(formula.hard), *formula.caps, gradient,
-    )  # fmt: skip
-    tensors = rows.logits, teacher, rows.labels, rows.soft, hard, rows.factor, merged
-    launch_rows(_distill_cosine_kernel, rows, formula, tensors, arguments)
+    sizes: tuple[Any, ...] = V, rows.logits.stride(0), teacher.stride(0), ignore_index
+    numbers: tuple[Any, ...] = *formula.weights, *formula.student, *formula.teacher
+    tensors: tuple[Tensor | None, ...] = rows.logits, teacher, rows.labels, rows.soft, hard, rows.factor, merged
+    if formula.kind == "cosine":
+        branches: tuple[Any, ...] = kind_of_hard, *formula.caps, gradient
+        launch_rows(_distill_cosine_kernel, rows, formula, tensors, (*sizes, *numbers, *branches))
+        return
+    exchange = (None, None) if means is None else (M, means.shape[0])
+    arguments = *sizes, *exchange, formula.beta, formula.k, *numbers
+    branches = formula.kind, kind_of_hard, *formula.caps, values, gradient
+    tensors = *tensors, mean, means
+    launch_rows(_distill_kernel, rows, formula, tensors, (*arguments, *branches), hard=kind_of_hard > 0)

@@ -106,7 +106,6 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
         log_h = torch.where(rows.labels == shard_statistics.OUTSIDE, float("nan"), log_h)
         hard = (top - said[COSINE_TARGET if cosine else TARGET].sum(0)) + log_h
         rows.write(None, mask_ignored(hard, rows.labels), None)
-    # For a cosine: 1 / |a|, 1 / |b|, cos, top, log_h. LOG_H is the last column in both layouts.
     return torch.stack([*merged, log_h], -1)
 
 

@@ -127,7 +127,6 @@ def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> tuple
         options.kind, options.rest, options.beta, options.temperature, weights, plan.ignore_index,
         Transform(plan.softcap, plan.scale), options.teacher, bool(gradients),
     )  # fmt: skip
-    # All ranks have equal chunks, so they issue the same collectives in the same order.
     for chunk, theirs in _with_teacher(chunks, tensors, options):
         rows = Rows(
             chunk.logits, None if target is None else chunk.target, soft_rows[chunk.rows],

@@ -116,8 +116,7 @@ class _Arrival:
 
     def wait(self) -> Tensor:
         if self._event is not None:
-            # The host memory must not be read before the copy has ended. A second call finds no event and does not
-            # wait.
+            # The host memory must not be read before the copy has ended.
             self._event.synchronize()
             self._event = None
         return self._value
@@ -176,7 +175,6 @@ class Chunks:
             # A stable sort by a flag: valid rows first, in order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
             self.index = order[:visited]
-        # Logits bytes per row, plus the narrowed gradient's where logits are wider than the products.
         self._cut(visited, V * logit_bytes(head.x.dtype, self.dtype), budget)
 
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
@@ -351,7 +349,6 @@ class Gradients:
         self._input = InputGradient(walk.head, walk.shards)
         # The first product overwrites dW, which saves a zeroing pass.
         self._first = not add
-        # Without an index every row is written by some chunk, and dx needs no zeroing.
         if dx is not None and walk.index is not None:
             dx.zero_()
         if db is not None:
@@ -378,8 +375,6 @@ class Gradients:
             # Before dW: the sum of dx over the devices travels while dW's product is computed.
             self._input.add(self.dx, chunk.at, chunk.logits, more)
         if self.dw is not None:
-            # All three products have n · V · H multiplications. From the second chunk on this product also reads dW,
-            # V · H fp32 numbers.
             weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)

@@ -120,7 +120,6 @@ class InputGradient:
             # fp32 on the wire, 4 bytes a number: rounding each rank's share to bf16 first would more than double dx's
             # error.
             dtype = torch.promote_types(dtype, torch.float32)
-        # Rows that are scattered, or summed in fp32, go through a buffer; else the product writes to dx directly.
         own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
         self.head.input_gradient(dlogits, own)
         if more is not None and dtype == dx.dtype:

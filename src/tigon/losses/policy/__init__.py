@@ -30,7 +30,7 @@ from torch import Tensor
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
 from tigon.losses.options import make_keyword_error
-from tigon.losses.policy.batch import grpo_objective, policy_loss, rloo_objective
+from tigon.losses.policy.batch import make_options, policy_loss
 from tigon.losses.policy.options import GRPO, LOSS_TYPES, MODES, RLOO, Rollout, Sampler, parse_rollout
 from tigon.losses.policy.reference import grpo_reference
 
@@ -80,7 +80,7 @@ def grpo(
     if unknown:
         raise make_keyword_error("grpo", unknown, GRPO, rollout=Rollout)
     rollout = parse_rollout("grpo", rollout)
-    return policy_loss("grpo", x, head, target, rollout, grpo_objective(config, rollout), chunks)
+    return policy_loss("grpo", x, head, target, rollout, config, make_options(config, rollout), chunks)
 
 
 def rloo(
@@ -112,4 +112,5 @@ def rloo(
     for field in ("ref", "sampler"):
         if getattr(rollout, field) is not None:
             raise ValueError(f"rloo: rollout.{field} must be left out: RLOO has no use for it, got one.")
-    return policy_loss("rloo", x, head, target, rollout, rloo_objective(config), chunks)
+    clipped: GRPO = config.clipped  # type: ignore[attr-defined]
+    return policy_loss("rloo", x, head, target, rollout, clipped, make_options(clipped, rollout, "total"), chunks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,24 +11,12 @@ from torch import Tensor
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head, Hidden
 from tigon.losses.policy.family import Policy, PolicyOptions, PolicyTensors
-from tigon.losses.policy.options import GRPO, POLICY_LOSSES, RLOO, Rollout, Sampler
+from tigon.losses.policy.options import GRPO, POLICY_LOSSES, Rollout, Sampler
 from tigon.losses.token_loss import token_loss
 
 
-class Objective(NamedTuple):
-    """A call's computation: the `grpo` or `rloo` options as the family takes them, and the batch's options.
-
-    bonus: the entropy's coefficient. items: the divisor for types that have one, as in `GRPO`.
-    """
-
-    options: PolicyOptions
-    bonus: float | Tensor
-    items: float | Tensor | None
-    ignore_index: int
-    temperature: float
-
-
-def grpo_objective(config: GRPO, rollout: Rollout) -> Objective:
+def make_options(config: GRPO, rollout: Rollout, level: Literal["total"] | None = None) -> PolicyOptions:
+    """The options as the family takes them. level: "total" for `rloo`."""
     c, name, (sampled, ratio) = config, "grpo", parse_sampler(rollout)
     mode = None if sampled is None or ratio is not None else c.importance_sampling_mode
     if c.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
@@ -36,12 +24,12 @@ def grpo_objective(config: GRPO, rollout: Rollout) -> Objective:
     if c.beta != 0.0 and rollout.ref is None:
         raise ValueError(f"{name}: beta = {c.beta} wants a reference, rollout.ref: log-probabilities, or a Hidden.")
     high, low = c.importance_sampling_clip_max, c.importance_sampling_clip_min
-    items = c.num_items_in_batch if POLICY_LOSSES[c.loss_type].share == "items" else None
+    items = _select_items(config)
     # The host does not know a tensor's value: fp16's grad_scale then does without the divisor.
     divisor = max(1.0, float(items)) if isinstance(items, int | float) else 0.0
     reference, drift = rollout.ref, c.off_policy_mask_threshold
-    options = PolicyOptions(
-        c.loss_type, c.importance_sampling_level, low=c.epsilon,
+    return PolicyOptions(
+        c.loss_type, level or c.importance_sampling_level, low=c.epsilon,
         high=c.epsilon if c.epsilon_high is None else c.epsilon_high, mode=mode or "none",
         reference="none" if reference is None else "head" if isinstance(reference, Hidden) else "given",
         delta=math.inf if c.delta is None else c.delta, beta=c.beta, correct_kl=float(c.use_bias_correction_kl),
@@ -50,21 +38,13 @@ def grpo_objective(config: GRPO, rollout: Rollout) -> Objective:
         tau_pos=c.sapo_temperature_pos, tau_neg=c.sapo_temperature_neg, k_pos=c.vespo_k_pos,
         lambda_pos=c.vespo_lambda_pos, k_neg=c.vespo_k_neg, lambda_neg=c.vespo_lambda_neg,
         divisor=float(c.max_completion_length or 1) if POLICY_LOSSES[c.loss_type].share == "length" else divisor,
-        bonus=_read_number(c.entropy_coefficient),
+        bonus=0.0 if isinstance(c.entropy_coefficient, Tensor) else float(c.entropy_coefficient),
     )  # fmt: skip
-    return Objective(options, c.entropy_coefficient, items, c.ignore_index, c.temperature)
 
 
-def rloo_objective(config: RLOO) -> Objective:
-    # GRPO's clipped loss with a ratio per sequence, computed from sums.
-    c, high = config, config.epsilon if config.epsilon_high is None else config.epsilon_high
-    options = PolicyOptions("grpo", "total", c.epsilon, high, bonus=_read_number(c.entropy_coefficient))
-    return Objective(options, c.entropy_coefficient, None, c.ignore_index, c.temperature)
-
-
-def _read_number(value: float | Tensor) -> float:
-    """The number, or 0 for a tensor."""
-    return 0.0 if isinstance(value, Tensor) else float(value)
+def _select_items(config: GRPO) -> float | Tensor | None:
+    """The divisor for types that have one."""
+    return config.num_items_in_batch if POLICY_LOSSES[config.loss_type].share == "items" else None
 
 
 def parse_sampler(rollout: Rollout) -> Sampler:
@@ -72,16 +52,15 @@ def parse_sampler(rollout: Rollout) -> Sampler:
 
 
 def policy_loss(
-    name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor, rollout: Rollout,
-    objective: Objective, chunks: ChunkOptions,
+    name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor, rollout: Rollout, config: GRPO,
+    options: PolicyOptions, chunks: ChunkOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """An objective's loss and metrics."""
+    """The loss and metrics for both public functions."""
     if x.dim() != 3 or target.shape != x.shape[:2]:
         raise ValueError(
             f"{name}: x must be (S, T, H) and target (S, T), got {tuple(x.shape)} and {tuple(target.shape)}."
         )
     S, T = target.shape
-    options = objective.options
 
     def check(argument: str, t: Tensor | None, of_sequences: bool = False) -> Tensor | None:
         """Check a rollout tensor."""
@@ -117,13 +96,11 @@ def policy_loss(
     if target.numel() == 0:
         # A quantile over no tokens does not exist.
         options = options._replace(top=1.0)
-    bonus = number("entropy_coefficient", objective.bonus)
-    tensors = PolicyTensors(
-        advantages, old, reference, sampled, ratio, number("num_items_in_batch", objective.items), bonus
-    )
+    bonus, items = number("entropy_coefficient", config.entropy_coefficient), _select_items(config)
+    tensors = PolicyTensors(advantages, old, reference, sampled, ratio, number("num_items_in_batch", items), bonus)
     loss, results = token_loss(
         Policy.for_tensors(options, tensors), tensors, x, head, target, reference=hidden,
-        ignore_index=objective.ignore_index, temperature=objective.temperature, chunks=chunks, name=name,
+        ignore_index=config.ignore_index, temperature=config.temperature, chunks=chunks, name=name,
     )  # fmt: skip
     return loss, {"logprob": results.pop("logprob"), **results}
 

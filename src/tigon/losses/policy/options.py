@@ -147,6 +147,12 @@ class RLOO:
     temperature: float = 1.0
     ignore_index: int = -100
 
+    def __post_init__(self) -> None:
+        # GRPO's clipped loss, with a ratio per sequence that is computed from sums.
+        own = {field: getattr(self, field) for field in self.__dataclass_fields__}
+        config = GRPO(loss_type="grpo", importance_sampling_mode=None, use_bias_correction_kl=False, **own)
+        object.__setattr__(self, "clipped", config)
+
 
 class Sampler(NamedTuple):
     """Log-probabilities or ratios from the engine that sampled, which rarely agrees with the trainer to the bit.
