@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,12 +13,14 @@ import test_lora_mlp as mlp
 import test_opaque as opaque
 import test_tiled_lora_mlp as tiled
 import torch
+from numerics import check
 
 
 class Unit(NamedTuple):
     """call: (*tensors) → results. draw: (rows, generator, device) → tensors. trained: those with a gradient.
 
     frozen: which of them are frozen together, beside each alone. exact: the others then keep their bits.
+    eager: as call, in PEFT's formula. wide: (dtype) → a function of a generator that draws adapters in fp32.
     """
 
     call: Callable
@@ -25,6 +28,8 @@ class Unit(NamedTuple):
     trained: Sequence[int]
     frozen: tuple[tuple[int, ...], ...] = ()
     exact: bool = True
+    eager: Callable | None = None
+    wide: Callable | None = None
 
 
 def draw_with(make, **options):
@@ -35,9 +40,14 @@ def draw_gated(rows, g, device):
     return plain.made_gated(rows=(rows,), dtype=torch.float32, bias=True)(g, device)
 
 
+def draw_wide(make, **options):
+    return lambda dtype: make(**options, dtype=dtype, adapter=torch.float32)
+
+
 def opaque_unit(kind):
-    call = lambda *t: opaque.group(*t, scales=opaque.SCALES, kind=kind)  # noqa: E731
-    return Unit(call, draw_with(opaque.made), opaque.WANTED, ((2, 5, 8), (3, 6, 9)), exact=False)
+    call, eager = (functools.partial(f, scales=opaque.SCALES, kind=kind) for f in (opaque.group, opaque.as_peft))
+    frozen, wide = ((2, 5, 8), (3, 6, 9)), draw_wide(opaque.made, rows=(40,))
+    return Unit(call, draw_with(opaque.made), opaque.WANTED, frozen, False, eager, wide)
 
 
 SCALES, MASKED = (2.0, 0.5, 1.7), lambda rows, g, device: dropped.drawn_mlp(rows, torch.float32)(g, device)
@@ -45,14 +55,21 @@ UNITS = {
     "layers": Unit(
         lambda *t: plain.group(*t, scales=SCALES), draw_with(plain.made, bias=True),
         [i for i in range(13) if i % 4 != 1], ((2, 6, 10), (3, 7, 11)),
+        eager=lambda *t: plain.as_peft(*t, scales=SCALES), wide=draw_wide(plain.made, rows=(40,), bias=True),
     ),
-    "gated": Unit(plain.gated, draw_gated, (0, 1, 3, 4, 5), exact=False),
+    "gated": Unit(
+        plain.gated, draw_gated, (0, 1, 3, 4, 5), (), False, plain.gated_as_peft,
+        draw_wide(plain.made_gated, rows=(50,), bias=True),
+    ),
     "mlp": Unit(mlp.ours, lambda rows, g, device: mlp.drawn(g, rows, torch.bfloat16, device), mlp.TRAINED[:-1]),
     "tiled": Unit(
         tiled.ours, lambda rows, g, device: tiled.drawn(14 * rows, torch.float32)(g, device), tiled.TRAINED,
-        ((0, 2, 3, 4, 6, 7, 8),), exact=False,
+        ((0, 2, 3, 4, 6, 7, 8),), False, tiled.eager, lambda dtype: tiled.drawn(140, dtype, torch.float32),
     ),
-    "layers, dropout": Unit(dropped.group, draw_with(dropped.drawn), dropped.trained(range(10))),
+    "layers, dropout": Unit(
+        dropped.group, draw_with(dropped.drawn), dropped.trained(range(10)), (), True, dropped.by_hand,
+        draw_wide(dropped.drawn, rows=(40,)),
+    ),
     "mlp, dropout": Unit(dropped.mlp, MASKED, dropped.trained(range(10)), ((2, 5), (3, 6, 9)), exact=False),
     "tiled, dropout": Unit(dropped.tiled, MASKED, dropped.trained(range(10)), exact=False),
     "opaque": opaque_unit("plain"),
@@ -74,6 +91,30 @@ def run(unit, device, trained=None, rows=10):
     # What a model computes is no leaf.
     results = unit.call(*(1.0 * t if t is not None and t.requires_grad else t for t in leaves))
     return {i: leaves[i] for i in trained}, results if isinstance(results, tuple) else (results,)
+
+
+# Where x is fp32, the formulas of the other units give x's dtype, and autocast its own.
+WIDE = [(name, on, torch.bfloat16) for name, unit in UNITS.items() if unit.wide for on in (False, True)]
+WIDE += [(name, True, torch.float32) for name in ("layers", "gated", "opaque", "opaque rows")]
+
+
+@pytest.mark.parametrize(("name", "autocast", "dtype"), WIDE)
+def test_adapters_in_fp32(name, autocast, dtype, triton_backend, device):
+    """As PEFT, which widens x. Without autocast fp32 adapters count 16 bits, and no copy of x in fp32 exists."""
+    unit = UNITS[name]
+    make = unit.wide(dtype)
+
+    def under(fn):
+        def call(*tensors):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                return fn(*tensors)
+
+        return call
+
+    check(
+        under(unit.call), unit.eager, lambda g: make(g, device), eager=under(unit.eager), grad=unit.trained, draws=4,
+        roundings=4 if autocast else 2**8,
+    )  # fmt: skip
 
 
 def test_backward_twice_and_the_same_bits(unit, device):

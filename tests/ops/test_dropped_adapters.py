@@ -92,23 +92,6 @@ def test_layers_with_and_without_dropout_together(backend, device):
     check(group, by_hand, lambda g: make(g, device), grad=trained(make(torch.Generator())), p=(0.0, 0.5, 0.0))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_adapters_in_fp32(autocast, backend, device):
-    make = drawn(rows=(40,), dtype=torch.bfloat16, adapter=torch.float32)
-
-    def under(fn):
-        def call(*tensors):
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                return fn(*tensors)
-
-        return call
-
-    check(
-        under(group), by_hand, lambda g: make(g, device), eager=under(by_hand), grad=trained(make(torch.Generator())),
-        draws=4, roundings=4 if autocast else 2**8,
-    )  # fmt: skip
-
-
 def test_gradients_are_those_of_the_forward_pass():
     """By finite differences in fp64, through the same seed."""
     x, *tensors = drawn(rows=(3,), H=9, widths=(4, 5), ranks=(2, 3), dtype=torch.float64)(torch.Generator())

@@ -94,23 +94,6 @@ def test_adapters_in_fp32_without_autocast(dtype, backend, device):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_autocast(x_dtype, backend, device):
-    make = made(rows=(40,), dtype=x_dtype, adapter=torch.float32, bias=True)
-
-    def under(fn):
-        def call(*tensors, **options):
-            with torch.autocast(device.type, torch.bfloat16):
-                return fn(*tensors, **options)
-
-        return call
-
-    check(
-        under(group), reference, lambda g: make(g, device), eager=under(as_peft), scales=(2.0, 0.5, 1.7), draws=4,
-        grad=wanted(make(torch.Generator())),
-    )  # fmt: skip
-
-
 def test_adapters_of_other_dtypes(backend, device):
     """One layer's adapter in fp32, another's in bf16: each gradient has its parameter's dtype."""
     g = torch.Generator().manual_seed(0)
@@ -404,21 +387,6 @@ def test_gated_forward_and_gradients(inputs, options, dtype, backend, device):
         return gated(gate.clone(), up if up is None else up.clone(), *rest, **options)
 
     check(fresh, gated_reference, lambda g: make(g, device), eager=gated_as_peft, grad=grad, draws=2, **options)
-
-
-def test_gated_adapters_in_fp32_with_and_without_autocast(backend, device):
-    make = made_gated(adapter=torch.float32, rows=(50,))
-    grad = [0, 1, 3, 4]
-    check(gated, gated_reference, lambda g: make(g, device), eager=gated_as_peft, grad=grad, draws=3, roundings=2**8)
-
-    def under(fn):
-        def call(*tensors):
-            with torch.autocast(device.type, torch.bfloat16):
-                return fn(*tensors)
-
-        return call
-
-    check(under(gated), gated_reference, lambda g: make(g, device), eager=under(gated_as_peft), grad=grad, draws=3)
 
 
 @pytest.mark.parametrize("saved_first", [False, True])

@@ -149,24 +149,6 @@ def test_adapters_in_fp32_without_autocast(kind, dtype, device):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["plain", "plain, fresh, rows"])
-def test_autocast(kind, x_dtype, device):
-    make = made(rows=(40,), dtype=x_dtype, adapter=torch.float32)
-
-    def under(fn):
-        def call(*tensors, **options):
-            with torch.autocast(device.type, torch.bfloat16):
-                return fn(*tensors, **options)
-
-        return call
-
-    check(
-        under(group), as_peft, lambda g: make(g, device), eager=under(as_peft), scales=SCALES, kind=kind, draws=4,
-        grad=WANTED,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("adapter", [None, torch.float32])
 def test_lora_linear_takes_layers_with_a_dense_weight(dtype, adapter, backend, device):

@@ -62,23 +62,6 @@ def test_forward_and_gradients(rows, options, act, dtype, triton_backend, device
     check(ours, eager, lambda g: make(g, device), grad=TRAINED, act=act, draws=2)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_adapters_in_fp32(autocast, triton_backend, device):
-    make = drawn(140, torch.bfloat16, torch.float32)
-
-    def under(fn):
-        def call(*tensors):
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                return fn(*tensors)
-
-        return call
-
-    check(
-        under(ours), eager, lambda g: make(g, device), eager=under(eager), grad=TRAINED, draws=2,
-        roundings=4 if autocast else 2**8,
-    )  # fmt: skip
-
-
 def test_x_alone_is_kept(triton_backend, device):
     inputs = drawn(300)(torch.Generator().manual_seed(0), device)
     leaves = [t.requires_grad_(i in TRAINED) for i, t in enumerate(inputs)]

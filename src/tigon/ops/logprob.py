@@ -128,7 +128,7 @@ def logprob_reference(
 
 def _gradient_reference(
     logits: Tensor, target: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
-    temperature: float, softcap: float, scale: float, stats: Tensor | None = None,
+    temperature: float, softcap: float, scale: float, *, stats: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel's gradient formula in PyTorch, (M, V): an operator has no autograd inside.
 
