@@ -40,10 +40,9 @@ from tigon.rank.search.space import Graph, Space, Trial, graph_key
 from tigon.rank.training.fit import fit
 
 NAME, STUDY, BLOCKS, REFITS = "tigon rank search", "study.db", "blocks.json", "refits"
-# Seconds between a running trial's heartbeats, after which it counts as dead, and between looks at other processes.
-HEARTBEAT, GRACE, WAIT = 10, 60, 0.5
-# Seconds for which a process waits for another process's write.
-PATIENCE = 60
+# Seconds between a running trial's heartbeats; without a heartbeat, until the trial counts as dead; between looks at
+# other processes; and for which a process waits for another process's write.
+HEARTBEAT, GRACE, WAIT, PATIENCE = 10, 60, 0.5, 60
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def is_active(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _ignore_experimental() -> Iterator[None]:
-    """Optuna's heartbeat is experimental by its name since 2021."""
+    """Optuna marks its heartbeat as experimental."""
     from optuna.exceptions import ExperimentalWarning
 
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tigon.ops.gated import swiglu
 from tigon.ops.gated_residual import gated_residual
 from tigon.ops.layer_norm import layer_norm
+from tigon.rank.models.ligr.config import LiGRConfig
 
 # Attention over (…, H, D) queries, keys and values.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -20,10 +21,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Residual(nn.Module):
     """y = x + σ(x Wg + bg) ⊙ f, or x + f without a gate. The only place where layers add to the residual stream."""
 
-    def __init__(self, width: int, gate: bool, dropout: float) -> None:
+    def __init__(self, config: LiGRConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, width) if gate else None
-        self.dropout = nn.Dropout(dropout)
+        self.gate = nn.Linear(config.width, config.width) if config.gate else None
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:
         f = self.dropout(f)
@@ -38,20 +39,15 @@ class Norm(nn.LayerNorm):
 
 
 class LiGRLayer(nn.Module):
-    """Attention and SwiGLU, each with a gated residual.
+    """Attention and SwiGLU, each with a gated residual."""
 
-    Args:
-        width: token width. heads: attention heads. expansion: SwiGLU's inner width, as a multiple of width.
-        gate: False for a plain pre-norm layer. dropout: on each residual update.
-    """
-
-    def __init__(self, width: int, heads: int, expansion: float, gate: bool, dropout: float) -> None:
+    def __init__(self, config: LiGRConfig) -> None:
         super().__init__()
-        self.heads, inner = heads, round(expansion * width)
+        width, self.heads, inner = config.width, config.heads, round(config.expansion * config.width)
         self.attention_norm, self.unit_norm = Norm(width), Norm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.gate_up, self.down = nn.Linear(width, 2 * inner), nn.Linear(inner, width)
-        self.attention_residual, self.unit_residual = (Residual(width, gate, dropout) for _ in range(2))
+        self.attention_residual, self.unit_residual = (Residual(config) for _ in range(2))
 
     def forward(self, x: Tensor, attend: Attend, kept: slice = slice(None)) -> Tensor:
         """x: (…, N, width). kept: rows to compute after attention; the other rows serve only as keys and values."""

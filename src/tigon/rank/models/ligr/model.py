@@ -54,15 +54,12 @@ class LiGR(Ranker):
                 "LiGR: the schema must name items, as candidates are; name their column by item=…, or take LiRank, "
                 "which reads rows of features."
             )
-        width = config.width
-        self.head_dim, self.setwise_from = width // config.heads, config.layers - config.setwise_layers
-        self.tokens = Tokens(schema, width, actions=config.actions, ages=config.ages)
+        self.head_dim, self.setwise_from = config.width // config.heads, config.layers - config.setwise_layers
+        self.tokens = Tokens(schema, config)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(
-            LiGRLayer(width, config.heads, config.expansion, config.gate, config.dropout) for _ in range(config.layers)
-        )
-        self.norm = Norm(width)
-        self.head = nn.Linear(width, len(self.labels)) if self.labels else None
+        self.layers = nn.ModuleList(LiGRLayer(config) for _ in range(config.layers))
+        self.norm = Norm(config.width)
+        self.head = nn.Linear(config.width, len(self.labels)) if self.labels else None
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=STD)

@@ -23,6 +23,7 @@ from tigon.rank.data.batch import Batch
 from tigon.rank.data.fields import Field, Id, Ids, Number, Text
 from tigon.rank.data.ragged import Ragged
 from tigon.rank.data.schema import Schema
+from tigon.rank.models.ligr.config import LiGRConfig
 from tigon.rank.models.ligr.layers import Norm
 
 STD = 0.02
@@ -116,13 +117,13 @@ def _segments(offsets: Tensor, count: int) -> Tensor:
 
 
 class Tokens(nn.Module):
-    """Token embeddings for a schema. actions: whether events include outcomes. ages: whether times are read."""
+    """Token embeddings for a schema."""
 
     bounds: Tensor
 
-    def __init__(self, schema: Schema, width: int, *, actions: bool = True, ages: bool = True) -> None:
+    def __init__(self, schema: Schema, config: LiGRConfig) -> None:
         super().__init__()
-        left_out = () if actions else schema.roles.action
+        width, left_out = config.width, () if config.actions else schema.roles.action
         sides = {
             "context": schema.context,
             "events": {name: field for name, field in schema.history.items() if name not in left_out},
@@ -140,8 +141,8 @@ class Tokens(nn.Module):
         self.fields = nn.ModuleList(FieldTokens(fields[name], width) for name in self.names)
         self.start = nn.Parameter(STD * torch.randn(width))
         self.candidate = nn.Parameter(torch.zeros(width))
-        self.gap = nn.Parameter(STD * torch.randn(BUCKETS, width)) if ages else None
-        self.newest = nn.Parameter(STD * torch.randn(BUCKETS, width)) if ages else None
+        self.gap = nn.Parameter(STD * torch.randn(BUCKETS, width)) if config.ages else None
+        self.newest = nn.Parameter(STD * torch.randn(BUCKETS, width)) if config.ages else None
         self.norm = Norm(width)
         # Integers are unaffected by dtype casts of the module.
         self.register_buffer("bounds", 2 ** torch.arange(1, BUCKETS - 1) - 1, persistent=False)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tigon.rank.models.lirank.config import Norm
+from tigon.rank.models.lirank.config import LiRankConfig
 from tigon.rank.models.lirank.cross_layers import CrossLayer
 from tigon.rank.models.lirank.graph import CROSSES, Block, find_outputs
 from tigon.rank.models.lirank.towers import Hidden
@@ -33,29 +33,25 @@ class Blocks(nn.Module):
     """A graph of blocks.
 
     Args:
-        blocks: from `parse_blocks`.
         vectors: widths of the feature vectors, in order.
-        width: common vector width for fm and dot. norm, dropout: for mlp. temperature: τ.
+        config: with the blocks, the common vector width for fm and dot, and the options for mlp and attention.
 
     Attributes:
         width: output width.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], vectors: Sequence[int], width: int, norm: Norm, dropout: float,
-        temperature: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, vectors: Sequence[int], config: LiRankConfig) -> None:
         super().__init__()
-        self.blocks, wide = tuple(blocks), sum(vectors)
+        self.blocks, wide = config.graph, sum(vectors)
         widths, layers = [wide], list[nn.Module]()
         for block in self.blocks:
-            reads = [widths[n] for n in block.inputs]
             if block.kind == "mlp":
-                layers.append(Hidden(sum(reads), block.width, False, norm, dropout))
+                reads = sum(widths[n] for n in block.inputs)
+                layers.append(Hidden(reads, block.width, False, config.norm, config.dropout))
             elif block.kind in CROSSES:
-                layers.append(Wide(block, widths, temperature))
+                layers.append(Wide(block, widths, config.temperature))
             else:
-                layers.append(Pairs(block, vectors, [w for n, w in zip(block.inputs, reads, strict=True) if n], width))
+                layers.append(Pairs(block, vectors, widths, config.width))
             widths.append(wide if block.kind in CROSSES else block.width)
         self.layers = nn.ModuleList(layers)
         self.ends = find_outputs(self.blocks)
@@ -100,14 +96,15 @@ class Pairs(nn.Module):
     """Products between vector pairs: fm or dot.
 
     Args:
-        vectors: the feature vectors' widths. others: widths of the blocks read.
+        vectors: the feature vectors' widths. widths: widths of the features and all earlier blocks.
         width: common vector width; fields with another width, and all blocks, get a projection matrix.
     """
 
     pairs: Tensor  # (k (k − 1) / 2,) int64, indices with i < j in the flattened k × k products
 
-    def __init__(self, block: Block, vectors: Sequence[int], others: Sequence[int], width: int) -> None:
+    def __init__(self, block: Block, vectors: Sequence[int], widths: Sequence[int], width: int) -> None:
         super().__init__()
+        others = [widths[n] for n in block.inputs if n]
         self.kind, self.size = block.kind, width
         self.vectors = list(vectors) if 0 in block.inputs else []
         self.fields = nn.ModuleDict({str(n): nn.Linear(w, width) for n, w in enumerate(self.vectors) if w != width})

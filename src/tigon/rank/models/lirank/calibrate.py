@@ -15,6 +15,7 @@ from torch import Tensor
 from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode
 from tigon.rank.models.lirank.isotonic import LOW, Isotonic, isotonic
 from tigon.rank.models.lirank.model import LiRank
+from tigon.rank.models.minimize import minimize
 
 NAME = "rank.calibrate"
 # Lower bound for the Platt slope, the unit for all slopes: it is 0 or negative for uninformative logits.
@@ -112,7 +113,7 @@ def fit_isotonic(
             away = strength * (u - u0).square().sum() + of_bias * (b - b0).square().sum()
             return log_loss(isotonic(x, a * u, b, segment)) + away / 2
 
-        _minimize([u, b], loss)
+        minimize([u, b], loss)
         return u.detach(), b.detach()
 
     a, b = _fit_platt(x, log_loss)
@@ -129,20 +130,6 @@ def _fit_platt(x: Tensor, log_loss: Callable[[Tensor], Tensor]) -> tuple[Tensor,
     spread, middle = x.std(correction=0).clamp(min=1e-12), x.mean()
     a, b = x.new_zeros(1, requires_grad=True), x.new_zeros(1, requires_grad=True)
     scaled = (x - middle) / spread
-    _minimize([a, b], lambda: log_loss(a * scaled + b) + a.square().sum() / 2)
+    minimize([a, b], lambda: log_loss(a * scaled + b) + a.square().sum() / 2)
     slope = a.detach() / spread
     return slope, b.detach() - slope * middle + (slope - 1) * LOW
-
-
-def _minimize(values: list[Tensor], loss: Callable[[], Tensor]) -> None:
-    """Minimise a convex loss in place."""
-    solver = torch.optim.LBFGS(values, max_iter=200, history_size=20, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        solver.zero_grad()
-        result = loss()
-        result.backward()
-        return result
-
-    with torch.enable_grad():
-        solver.step(closure)

@@ -54,19 +54,14 @@ class LiRank(Ranker):
         self.mlp: MLP | None = None
         self.blocks: Blocks | None = None
         if config.blocks is not None:
-            self.blocks = Blocks(
-                config.graph, self.inputs.vectors, config.width, config.norm, config.dropout, config.temperature
-            )
+            self.blocks = Blocks(self.inputs.vectors, config)
             shared = self.blocks.width
         else:
             if config.cross != "none":
                 self.cross = CrossLayers(config.cross, config.layers, wide, config.rank, config.temperature)
             self.mlp = build_mlp(wide, config.mlp, config.gate, config.norm, config.dropout) if config.mlp else None
             shared = wide * (self.cross is not None or self.mlp is None) + (config.mlp[-1] if config.mlp else 0)
-        self.towers = Towers(
-            self.labels, config.towers or {"all": self.labels}, shared, config.tower_mlp, config.gate, config.norm,
-            config.dropout,
-        )  # fmt: skip
+        self.towers = Towers(self.labels, shared, config)
         self.isotonic: nn.ModuleList | None = None
         self.segment = config.calibrate if isinstance(config.calibrate, str) else None
         if config.calibrate:

@@ -9,7 +9,7 @@ GateNet, https://arxiv.org/abs/2007.03519
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ from tigon.ops.gated_residual import gated_residual
 from tigon.rank.kernels.batch_norm_relu import batch_norm_relu
 from tigon.rank.kernels.row_dot import row_dot
 from tigon.rank.models.lirank import padded_linear
-from tigon.rank.models.lirank.config import Norm
+from tigon.rank.models.lirank.config import LiRankConfig, Norm
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -128,18 +128,15 @@ class Towers(nn.Module):
     Labels in the same tower share its hidden layers; without hidden layers a tower reads the shared layers directly.
 
     Args:
-        labels: all labels. towers: name → its labels; each label belongs to one tower.
-        inputs: input width. widths: hidden widths in each tower. gate, norm, dropout: as in `Hidden`.
+        labels: all labels. inputs: input width. config: with the towers' labels and hidden widths.
 
     Raises: ValueError for labels in no tower, in two towers, or not in the schema.
     """
 
-    def __init__(
-        self, labels: Sequence[str], towers: Mapping[str, Sequence[str]], inputs: int, widths: Sequence[int],
-        gate: bool, norm: Norm, dropout: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, labels: Sequence[str], inputs: int, config: LiRankConfig) -> None:
         super().__init__()
-        self.labels = [list(of) for of in towers.values()]
+        widths, make = config.tower_mlp, (config.gate, config.norm, config.dropout)
+        self.labels = [list(of) for of in (config.towers or {"all": labels}).values()]
         named = [label for of in self.labels for label in of]
         for label in [*labels, *named]:
             if named.count(label) != 1 or label not in labels:
@@ -147,7 +144,7 @@ class Towers(nn.Module):
                     f"LiRank: towers must name each of the labels {', '.join(labels)} once, got {label!r} "
                     f"{named.count(label)} times."
                 )
-        self.hidden = nn.ModuleList(build_mlp(inputs, widths, gate, norm, dropout) for _ in self.labels)
+        self.hidden = nn.ModuleList(build_mlp(inputs, widths, *make) for _ in self.labels)
         self.shallow = not widths
         width = widths[-1] if widths else inputs
         self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)

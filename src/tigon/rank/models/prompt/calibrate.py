@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.rank.models.minimize import minimize
 from tigon.rank.models.prompt.calibration import EDGE, KINDS, Calibration, Kind
 from tigon.rank.models.prompt.model import PromptRanker
 from tigon.rank.models.prompt.task import NAME
@@ -63,29 +65,13 @@ def fit_calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Cal
 
 
 def _platt(s: Tensor, y: Tensor) -> Calibration:
-    z = torch.logit(s, EDGE)
     # Platt's smoothed targets: on few separable rows the slope would diverge.
     n1, n0 = y.sum(), (1 - y).sum()
-    target = torch.where(y > 0, (n1 + 1) / (n1 + 2), 1 / (n0 + 2))
-    # The cross entropy is convex in (a, b): Newton steps with step halving.
-    rows = torch.stack((z, torch.ones_like(z)), 1)
-    at = rows.new_tensor([1.0, 0.0])
-    for _ in range(100):
-        p = torch.sigmoid(rows @ at)
-        slope = rows.mT @ (p - target)
-        if float(slope.abs().max()) < 1e-9 * len(y):
-            break
-        curve = (rows * (p * (1 - p)).unsqueeze(1)).mT @ rows + 1e-9 * torch.eye(2, dtype=rows.dtype)
-        step, before = torch.linalg.solve(curve, slope), _log_loss(rows @ at, target)
-        while float(_log_loss(rows @ (at - step), target)) > float(before) and float(step.abs().max()) > 1e-9:
-            step = step / 2
-        at = at - step
+    target, z = torch.where(y > 0, (n1 + 1) / (n1 + 2), 1 / (n0 + 2)), torch.logit(s, EDGE)
+    a, b = torch.ones_like(n1).requires_grad_(), torch.zeros_like(n1).requires_grad_()
+    minimize([a, b], lambda: F.binary_cross_entropy_with_logits(a * z + b, target))
     # Anti-correlated scores get a slope near 0, which keeps their order.
-    return Calibration("platt", (max(float(at[0]), EDGE), float(at[1])))
-
-
-def _log_loss(z: Tensor, target: Tensor) -> Tensor:
-    return torch.nn.functional.binary_cross_entropy_with_logits(z, target, reduction="sum")
+    return Calibration("platt", (max(a.item(), EDGE), b.item()))
 
 
 def _isotonic(s: Tensor, y: Tensor) -> Calibration:
