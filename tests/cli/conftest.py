@@ -1,10 +1,14 @@
 """The command line as a user runs it: a process of its own, its exit status, and what it says."""
 
+import contextlib
+import io
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -53,6 +57,30 @@ def tigon(request, hub):
         command = [sys.executable, "-m", "tigon", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=240, preexec_fn=before)
         return Result(done)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def here():
+    """Run a command in this process, where what it leaves to the next command and its exit are not the point."""
+    torch.set_num_threads(1)  # as the processes of the other fixtures have
+
+    def run(*arguments, cwd=None):
+        from tigon.cli import main
+
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        before = signal.getsignal(signal.SIGTERM), os.getcwd()
+        os.chdir(cwd or ".")
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+                main([str(a) for a in arguments])
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            signal.signal(signal.SIGTERM, before[0])
+            os.chdir(before[1])
+        return Result(subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue()))
 
     return run
 

@@ -112,11 +112,8 @@ def test_verify_finds_a_wrong_gradient_of_an_adapter(monkeypatch, checkpoint):
 
     monkeypatch.setattr(tigon, "fuse", wrong)
     with pytest.raises(Problem, match=r"differ by more than rounding in base.*\*\.self_attn\.v_proj\.lora_A") as caught:
-        module.verify(str(checkpoint), device="cpu", seq_len=16, batch_size=2, seed=0, lora=4, json=True, **QUIET)
+        module.verify(module.VerifyOptions(model=str(checkpoint), device="cpu", seq_len=16, lora=4, json=True))
     assert caught.value.code == 1
-
-
-QUIET = {"layers": 2, "full_width": False, "dtype": "float32", "lora_targets": "all-linear"}
 
 
 def test_what_is_wrong_with_adapters_is_one_sentence(tigon, saved, checkpoint, tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tigon import __version__
-from tigon.cli.problem import disk_full
+from tigon.cli.problem import is_disk_full
 from tigon.install import install
 
 
@@ -200,8 +200,8 @@ def test_a_device_that_is_not_there(tigon):
     ids=str,
 )
 def test_what_libraries_say_of_a_full_disk(error):
-    assert disk_full(error)
+    assert is_disk_full(error)
     later = KeyError("raised while the first was handled")
     later.__context__ = error
-    assert disk_full(later)
-    assert not disk_full(ValueError("a number is too large"))
+    assert is_disk_full(later)
+    assert not is_disk_full(ValueError("a number is too large"))

@@ -74,7 +74,7 @@ def test_losses_that_differ_are_a_failure(monkeypatch):
     monkeypatch.setattr(module, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(module, "tokenize_library", lambda *_: (None, 600))
     with pytest.raises(Problem, match=r"differ by 1\.00e-02") as caught:
-        module.demo(steps=2, device="cpu")
+        module.demo(module.DemoOptions(steps=2, device="cpu"))
     assert caught.value.code == 1
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -27,28 +26,6 @@ def file(tmp_path_factory):
     np.savez(place, x=x, edge_index=np.argwhere(edges | edges.T).T, y=y, train=order[:30], val=order[30:60],
              test=order[60:])  # fmt: skip
     return place
-
-
-@pytest.fixture
-def here(capsys, monkeypatch):
-    """The command in this process: imports of scikit-learn are most of a short one."""
-    from command import Result
-
-    from tigon.cli import main
-
-    # The command's own handler would stay.
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return Result(subprocess.CompletedProcess(arguments, end.value.code or 0, out, err))
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
 
 
 def vectors(output, seed=0):
@@ -97,15 +74,15 @@ def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_path, monkeypatch):
-    from tigon.graph.cli import fitting
+    from tigon.graph.cli import fit
 
     same = ("--data", file, *SMALL, "--epochs", 8, "--seed", "0,1")
     here("graph", "fit", *same, "-o", tmp_path / "whole").ok()
-    cut, append = tmp_path / "cut", fitting.append
+    cut, append = tmp_path / "cut", fit.append_metrics
 
     def at(seed, step, act):
         monkeypatch.setattr(
-            fitting, "append", lambda f, row: (append(f, row), (row["seed"], row["step"]) == (seed, step) and act())
+            fit, "append_metrics", lambda f, row: (append(f, row), (row["seed"], row["step"]) == (seed, step) and act())
         )
 
     at(0, 5, lambda: signal.raise_signal(signal.SIGINT))

@@ -1,6 +1,7 @@
 """What `tigon rank inspect` says of a table."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ pytest.importorskip("typer")
 
 from tigon.cli.problem import Problem
 from tigon.rank import Impressions, Schema
-from tigon.rank.cli.inspect_data import inspect_data
+from tigon.rank.cli.inspect import InspectOptions, inspect
 from tigon.rank.data.summary import summarize
 
 INTER = """user_id:token\titem_id:token\trating:float\ttimestamp:float
@@ -22,6 +23,10 @@ ITEM = """item_id:token\ttitle:token_seq\tyear:float
 a\tToy Story\t1995.5
 c\tHeat\t
 """
+
+
+def inspect_data(target, **options):
+    inspect(InspectOptions(target=Path(target), **options))
 
 
 @pytest.fixture
@@ -53,13 +58,13 @@ def test_a_table_is_summed_up(folder):
 
 
 def test_a_table_is_shown(folder, capsys, monkeypatch):
-    inspect_data(folder, history="self", labels=["rating >= 4"], output=folder / "schema.json")
+    inspect_data(folder, history=["self"], label=["rating >= 4"], output=folder / "schema.json")
     said = capsys.readouterr().out
     for words in ("3 requests, 4 rows, 4 events", "1.33 on average, 2 at most", "none: 66.7%", "75.00% of the rows",
                   "title", "the history says who the user is", "not among the items"):  # fmt: skip
         assert words in said
     schema = Schema.load(folder / "schema.json")
-    inspect_data(str(folder), history="self", schema=folder / "schema.json", json=True)
+    inspect_data(folder, history=["self"], schema=folder / "schema.json", json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["labels"] == {"rating>=4": 0.75}
     assert [one["name"] for one in found["fields"]] == list(schema.fields)
@@ -78,8 +83,8 @@ def test_tables_beside_listed_files_are_found(folder):
     ("options", "said"),
     [
         ({"item": "film"}, "rank inspect: there is no column 'film' .item. in the impressions; there are 'user_id'"),
-        ({"history": "gone.csv"}, "rank inspect: there is no file gone.csv"),
-        ({"schema": "gone.json"}, "rank inspect: gone.json is missing"),
+        ({"history": ["gone.csv"]}, "rank inspect: there is no file gone.csv"),
+        ({"schema": Path("gone.json")}, "rank inspect: gone.json is missing"),
     ],
 )
 def test_what_cannot_be_read_is_a_problem(folder, options, said):
@@ -89,4 +94,4 @@ def test_what_cannot_be_read_is_a_problem(folder, options, said):
     with pytest.raises(
         Problem, match=r"rank inspect: the history must go .* name their column by --item, there are 'a'"
     ):
-        inspect_data(folder / "bare.csv", history="self")
+        inspect_data(folder / "bare.csv", history=["self"])

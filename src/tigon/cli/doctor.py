@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 
+from tigon.cli.options import json_option, option
+
 VARIABLES = (
-    "TIGON_BACKEND",
-    "TIGON_CHUNK_BYTES",
-    "TIGON_CHECKS",
-    "TRITON_INTERPRET",
-    "TRITON_CACHE_DIR",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "CC",
-)
+    "TIGON_BACKEND", "TIGON_CHUNK_BYTES", "TIGON_CHECKS", "TRITON_INTERPRET", "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CC",
+)  # fmt: skip
 
 
-def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Run every operator and compare it with fp64.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    json: bool = json_option()
+    check: bool = option(False, "Run every operator and compare it with fp64.")
+
+
+def doctor(options: DoctorOptions) -> None:
     """Versions, devices, environment, and which implementation the operators use for each dtype, and why."""
-    found = examine(check)
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(found, indent=1))
+    found = examine(options.check)
+    if options.json:
+        print(json.dumps(found, indent=1))
     else:
         _show(found)
     if any(row["status"] != "ok" for row in found.get("checks", [])):
@@ -128,35 +124,21 @@ def _checks() -> list[dict[str, Any]]:
     return [check_operator(name, device, dtype) for name in CALLS]
 
 
-# ------------------------------------------------------------------------------------------------------------- show
-
-
 def _show(found: dict[str, Any]) -> None:
-    lines: list[str] = []
-
-    def section(title: str, part: Any, describe: Callable[[Any], list[str]]) -> None:
-        lines.append(title)
+    describe: dict[str, Callable[[Any], list[str]]] = {
+        "versions": lambda part: [f"{k:18} {v or 'not installed'}" for k, v in part.items()],
+        "devices": lambda part: [_describe_device(device) for device in part],
+        "compiler": lambda part: [part["path"] or part["reason"]],
+        "environment": lambda part: [f"{k}={v}" for k, v in part.items() if v is not None] or ["nothing set"],
+        "paths": _describe_paths,
+        "checks": lambda part: [
+            f"{row['op']:22} {row['status']}, " + (row["reason"] or f"error {row['error']:.1e}") for row in part
+        ],
+    }
+    for title in [name for name in describe if name in found]:
+        part = found[title]
         failed = isinstance(part, dict) and set(part) == {"error"}
-        lines.extend(f"  {line}" for line in ([part["error"]] if failed else describe(part)))
-
-    section("versions", found["versions"], lambda part: [f"{k:18} {v or 'not installed'}" for k, v in part.items()])
-    section("devices", found["devices"], lambda part: [_describe_device(device) for device in part])
-    section("compiler", found["compiler"], lambda part: [part["path"] or part["reason"]])
-    section(
-        "environment",
-        found["environment"],
-        lambda part: [f"{k}={v}" for k, v in part.items() if v is not None] or ["nothing set"],
-    )
-    section("paths", found["paths"], _describe_paths)
-    if "checks" in found:
-        section(
-            "checks",
-            found["checks"],
-            lambda part: [
-                f"{row['op']:22} {row['status']}, " + (row["reason"] or f"error {row['error']:.1e}") for row in part
-            ],
-        )
-    sys.stdout.write("\n".join(lines) + "\n")
+        print(title, *([part["error"]] if failed else describe[title](part)), sep="\n  ")
 
 
 def _describe_device(device: dict[str, Any]) -> str:
