@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
     """One worker runs all commands, so that what they import is imported once, and models are written once."""
     for item in items:
         here = item.path.parent == Path(__file__).parent
-        if here and {"tigon", "together", "launched", "start", "python"} & set(getattr(item, "fixturenames", ())):
+        if here and {"tigon", "together", "start"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("commands"))
 
 
@@ -85,17 +85,6 @@ def here():
     return run
 
 
-@pytest.fixture
-def python(forks, tmp_path):
-    """Run the text of a script in a process that has imported what is large."""
-
-    def run(code, cwd):
-        (tmp_path / "script.py").write_text(code)
-        return Result(forks.run([[str(tmp_path / "script.py")]], environment(), cwds=[cwd]))
-
-    return run
-
-
 @pytest.fixture(scope="session")
 def together(forks):
     """One run of several processes on the CPU; what a rank has that differs from the others: others={1: (…)}, cwds."""
@@ -109,22 +98,6 @@ def together(forks):
         return Result(forks.run(ranks, environment(**address, **changes), cwds=cwds))
 
     return run
-
-
-@pytest.fixture
-def launched(forks):
-    """One run of several processes on the CPU by torchrun's agent; it is ended with the test."""
-    begun = []
-
-    def run(world, *arguments, restarts):
-        ranks = [[*map(str, arguments)]] * world
-        begun.append(forks.begin(ranks, environment(), restarts=restarts))
-        return begun[-1]
-
-    yield run
-    for process in begun:
-        process.send_signal(signal.SIGTERM)  # which the agent passes on
-        process.communicate(30)
 
 
 @pytest.fixture

@@ -46,65 +46,38 @@ def write(folder, **tables):
         parquet.write_table(pa.table(columns), folder / f"{name}.parquet")
 
 
-def written_sequences(plant, folder, rows, items):
-    """Tables in a folder, and the AUC of the true probabilities on those to test on."""
-    shown, events, _ = plant.sequences(rows, 0, items=items)
-    test, later, p = plant.sequences(2_000, 7, 10_000_000, items)
-    write(folder, train=shown, test=test, events={name: np.concatenate((events[name], later[name])) for name in events})
-    return auc(p, test["click"])
-
-
-def written_features(plant, folder, rows):
-    shown, _ = plant.features(rows, 0)
-    test, p = plant.features(4_000, 7, rows)
-    write(folder, train=shown, test=test)
-    return auc(p, test["click"])
-
-
 def fit(here, folder, model, *more):
     data = ("--data", folder / "train.parquet", "--test", folder / "test.parquet", "--label", "click")
     history = ("--history", folder / "events.parquet") if model == "ligr" else ()
     out = folder / "run"
-    said = here("rank", "fit", "--model", model, *data, *history, *more, "-o", out).ok()
+    said = here("rank", "fit", "--model", model, *data, *history, *more, "--device", "cpu", "-o", out).ok()
     return results(out), said
 
 
-def test_ligr_finds_it_in_a_hundred_rows(plant, here, tmp_path):
-    written_sequences(plant, tmp_path, 100, 12)
-    found, _ = fit(here, tmp_path, "ligr")
-    assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.56  # chance is 0.5 ± 0.026 on 2,000 rows
-
-
-def test_ligr_finds_it_in_two_thousand_rows(plant, here, tmp_path):
-    oracle = written_sequences(plant, tmp_path, 1_920, 40)
+def test_ligr_finds_it(plant, here, tmp_path):
+    shown, events, _ = plant.sequences(100, 0, items=12)
+    test, later, _ = plant.sequences(2_000, 7, 10_000_000, 12)
+    events = {name: np.concatenate((events[name], later[name])) for name in events}
+    write(tmp_path, train=shown, test=test, events=events)
     found, said = fit(here, tmp_path, "ligr")
-    value = found["test"]["metrics"]["click"]["auc"]["value"]
-    assert value > 0.5 + 0.7 * (oracle - 0.5)
-    assert value > 0.8
-    assert found["warnings"] == []
-    assert "chosen from 1,720 rows: width 64, layers 2, heads 4, batch size 8, epochs 23" in said.err
-    assert found["options"]["width"] == 64
-    assert re.search(r"ligr of 15\d,\d{3} parameters", said.err)
+    assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.56  # chance is 0.5 ± 0.026 on 2,000 rows
+    assert "rows: width 32" in said.err
+    assert found["options"]["width"] == 32
 
 
-@pytest.mark.parametrize(("rows", "share"), [(100, 0.4), (10_000, 0.7)])
-def test_lirank_finds_it(plant, here, tmp_path, rows, share):
-    oracle = written_features(plant, tmp_path, rows)
-    seeds = ("--seed", "0,1,2") if rows == 100 else ()
-    found, said = fit(here, tmp_path, "lirank", "--val-split", "request", *seeds)
-    if seeds:
-        value = found["summary"]["test"]["click"]["auc"]["mean"]
-    else:
-        value = found["test"]["metrics"]["click"]["auc"]["value"]
-    assert value > 0.5 + share * (oracle - 0.5)
+def test_lirank_finds_it(plant, here, tmp_path):
+    shown, _ = plant.features(100, 0)
+    test, p = plant.features(4_000, 7, 100)
+    write(tmp_path, train=shown, test=test)
+    found, said = fit(here, tmp_path, "lirank", "--val-split", "request", "--seed", "0,1,2")
+    assert found["summary"]["test"]["click"]["auc"]["mean"] > 0.5 + 0.4 * (auc(p, test["click"]) - 0.5)
     assert "; options of these names override them" in said.err
 
 
-@pytest.mark.parametrize("count", [100, 10_000])
-def test_towers_find_it(plant, here, tmp_path, count):
+def test_towers_find_it(plant, here, tmp_path):
     from tigon.retrieve import metrics
 
-    users, items, train, later, kind = plant.pairs(count, 0)
+    users, items, train, later, kind = plant.pairs(100, 0)
     write(tmp_path, **{
         name: {"user": part[:, 0], "item": part[:, 1]} for name, part in (("train", train), ("test", later))
     })  # fmt: skip
@@ -120,12 +93,11 @@ def test_towers_find_it(plant, here, tmp_path, count):
     assert f"chosen from {len(train):,} pairs: dim " in said.err
 
 
-@pytest.mark.parametrize("nodes", [120, 1_000])
-def test_embeddings_of_nodes_find_it(plant, here, tmp_path, nodes):
+def test_embeddings_of_nodes_find_it(plant, here, tmp_path):
     pytest.importorskip("sklearn")
     from tigon.graph import probe
 
-    graph = plant.linked(nodes, 0)
+    graph = plant.linked(120, 0)
     parts = {name: getattr(graph, name).numpy() for name in ("x", "edge_index", "y", "train", "val", "test")}
     np.savez(tmp_path / "own.npz", **parts)
     said = here("graph", "fit", "--data", tmp_path / "own.npz", "--device", "cpu", "-o", tmp_path / "run").ok()
@@ -133,7 +105,25 @@ def test_embeddings_of_nodes_find_it(plant, here, tmp_path, nodes):
     share = found["summary"]["test"]["mean"]
     assert share > probe(graph.x, graph)["test"] + 0.15
     assert share > 1 / 3 + 0.4 * (1 - 1 / 3)
-    assert f"chosen from {nodes:,} nodes: gamma 1.0, eps 0.3, epochs 20" in said.err
+    assert "chosen from 120 nodes: gamma 1.0, eps 0.3, epochs 20" in said.err
+
+
+def test_sizes_grow_with_the_data():
+    from tigon.graph.cli.fit import GraphFitOptions
+    from tigon.graph.cli.fit import choose_settings as choose_graph
+    from tigon.retrieve.cli.train_options import TrainOptions
+    from tigon.retrieve.cli.train_options import choose_settings as choose_towers
+
+    towers = [choose_towers(TrainOptions(), pairs) for pairs in (100, 10_000, 1_000_000)]
+    assert [one["dim"] for one in towers] == [32, 64, 128]
+    assert [one["batch_size"] for one in towers] == [32, 512, 8192]
+    assert [one["epochs"] for one in towers] == [200, 100, 100]
+    assert "dim" not in choose_towers(TrainOptions(dim=9), 100)
+    graphs = [choose_graph(GraphFitOptions(data="own"), nodes) for nodes in (120, 1_000, 5_000)]
+    assert [(one["hidden"], one["out"]) for one in graphs] == [(64, 32), (256, 128), (1024, 512)]
+    assert choose_graph(GraphFitOptions(data="pubmed", eps=1.0), 19_717) == {
+        "gamma": 0.5, "epochs": 40, "nodes": 200, "hidden": 1024, "out": 512,
+    }  # fmt: skip
 
 
 def test_a_fit_that_ends_at_chance_says_so(plant, here, tmp_path):
@@ -144,9 +134,7 @@ def test_a_fit_that_ends_at_chance_says_so(plant, here, tmp_path):
     (sentence,) = found["warnings"]
     assert "does not tell the ranker from chance: an AUC of 0." in sentence
     assert "--epochs, or a smaller --batch-size" in sentence
-    assert (
-        f"warning: {sentence}" in said.err.replace("\n", " ").replace("  ", " ") or f"warning: {sentence}" in said.err
-    )
+    assert f"warning: {sentence}" in said.err
     assert "…" not in sentence
 
 
