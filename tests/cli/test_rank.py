@@ -231,17 +231,6 @@ def test_inspect_counts_parameters_and_a_request(run, here):
     assert "MFLOP" in shown
 
 
-def test_inspect_of_a_table_says_what_it_holds(folder, here, tmp_path):
-    table, more = folder / "train.parquet", ("--label", "like=stars>=4", "--history", folder / "events.parquet")
-    found = json.loads(here("rank", "inspect", table, *more, "--json", "-o", tmp_path / "schema.json").ok().out)
-    assert (found["requests"], found["rows"]) == (100, 2000)
-    assert 0.3 < found["labels"]["like"] < 0.7
-    roles = json.loads((tmp_path / "schema.json").read_text())["roles"]
-    assert (roles["request"], roles["labels"]) == ("session_id", ["like=stars>=4"])
-    assert "2,000 rows" in here("rank", "inspect", table).ok().out
-    here("rank", "inspect", table, "--user", "usr_id").problem("there is no column 'usr_id'", "user_id")
-
-
 def ends_as(out, run):
     """Whether a run has the weights and the results of another."""
     found, weights = (load_file(folder / "model" / "model.safetensors") for folder in (out, run[0]))

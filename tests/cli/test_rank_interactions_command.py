@@ -72,11 +72,6 @@ def test_a_fit_warns_of_what_tells_a_label_and_of_missing_values(run):
     assert all(found[label]["auc"]["value"] == found[label]["auc"]["value"] for label in ("score", "long"))
 
 
-def test_inspecting_the_table_warns_too(folder, here):
-    said = here("rank", "inspect", folder / "train.csv", "--label", "score", "--request", "visit").ok()
-    assert "Field 'watched' alone tells label 'score'" in said.out
-
-
 def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, here, tmp_path):
     out, _ = run
     rows = drawn()

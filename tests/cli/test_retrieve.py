@@ -194,11 +194,6 @@ def test_rows_that_cannot_be_items(here, tmp_path):
     assert f"{ITEMS - 1} items" in built.out
 
 
-def test_the_group_says_what_it_has(here):
-    shown = here("retrieve").ok().out
-    assert all(command in shown for command in ("build", "search", "evaluate", "calibrate", "train", "serve"))
-
-
 def columns(rows=60):
     return {
         "id": np.arange(rows),
@@ -230,16 +225,6 @@ def test_categories_of_pandas_and_odd_columns_are_items(here, tmp_path):
     here(*build, "--columns", "has", cwd=tmp_path).problem("--columns: has cannot be filtered by")
     here(*build, "--capacity", 10**13, cwd=tmp_path).problem("an index of 10,000,000,000,000 items", "GiB of memory")
     here("retrieve", "search", "i", "--like", 10**40, cwd=tmp_path).problem("--like must be an id of the index")
-
-
-def test_ids_by_row_numbers_are_said(here, tmp_path):
-    table = columns()
-    parquet.write_table(
-        pa.table({"job_id" if name == "id" else name: of for name, of in table.items()}), tmp_path / "j.parquet"
-    )
-    done = here("retrieve", "build", "j.parquet", "-o", "i", cwd=tmp_path).ok()
-    assert "note: ids are the numbers of the rows" in done.err
-    assert "--id job_id takes that column" in done.err
 
 
 def test_files_that_are_wrong_further_down_get_a_sentence(here, tmp_path):

@@ -185,14 +185,6 @@ def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, t
     )
 
 
-def test_alpaca_rows_train_on_the_answer(tigon, checkpoint, tmp_path):
-    rows = [{"instruction": f"count to {n}", "input": "", "output": "one two three"} for n in range(8)]
-    data = jsonl(tmp_path / "rows.jsonl", rows)
-    output = tmp_path / "run"
-    tigon("train", "--model_name_or_path", checkpoint, "--dataset_name", data, "--output_dir", output, *FEW).ok()
-    assert losses(output)[4] < losses(output)[1]
-
-
 @pytest.mark.parametrize("word", ["nf4", "int8"])
 def test_adapters_on_quantised_weights_stay_in_fp32(word, tigon, checkpoint, text, tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -241,6 +233,8 @@ def test_a_task_trains_and_resumes_with_the_same_bits(task, tigon, checkpoint, t
         assert found[1] == pytest.approx(0.6931, abs=1e-3)  # policy and reference are one
         assert found[4] < found[1]
         assert "Prompts computed once" in done.out
+    if task not in ("dpo", "grpo"):  # without and with a generation; sft is above
+        return
     shutil.rmtree(output / "checkpoint-4")
     (output / "model.safetensors").unlink()
     tigon(*arguments, "--resume_from_checkpoint", "true", cwd=tmp_path).ok()

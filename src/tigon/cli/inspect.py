@@ -5,10 +5,22 @@ The command reads only the configuration: model and step are on the meta device,
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tigon.cli.memory import (
+    OPTIMIZERS,
+    PRECISIONS,
+    QUANTIZE,
+    RECOMPUTE,
+    Sides,
+    StepOptions,
+    find_capacity,
+    gib,
+    verdict,
+)
 from tigon.cli.options import argument, json_option, option
 from tigon.cli.problem import Problem, check_choice, needs, one_line
 from tigon.cli.screen import screen, show
@@ -16,11 +28,6 @@ from tigon.cli.screen import screen, show
 if TYPE_CHECKING:
     from tigon.fusion.memory.estimate import StepMemory
 
-OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.fusion.memory.estimate's
-QUANTIZE = ("nf4", "fp4", "int8")
-RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")  # tigon.fusion.memory.recompute's
-PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
-BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
     "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",
     "optimizer": "in the optimizer's step",
@@ -28,28 +35,9 @@ MOMENTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class InspectOptions(StepOptions):
     model: str = argument("A directory (of a model or of adapters), a config.json, a name on the hub, a preset.")
-    batch_size: int = option(1, "Sequences per GPU in one step.", "--batch-size", "--batch", min=1)
-    seq_len: int | None = option(
-        None, "Tokens per sequence; by default 2048, or what positions allow.", "--seq-len", "--seq", min=2
-    )
-    precision: str = option("bf16", f"{', '.join(PRECISIONS)}; bf16 and fp16 are autocast.")
-    optimizer: str = option("adamw", f"{', '.join(OPTIMIZERS)}.")
-    gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass.", "--gradient-checkpointing", "--checkpointing"
-    )
-    recompute: str = option("auto", f"{', '.join(RECOMPUTE)}: what the fused model computes again.")
-    offload: bool = option(False, "Fused: keep what is saved in host memory.")
-    lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
-    lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
-    lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
     adapters: str | None = option(None, "Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
-    quantize: str | None = option(
-        None, f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits, or 8."
-    )
-    attention: str | None = option(None, "sdpa, eager, flash_attention_2, …")
-    gpus: int = option(1, "GPUs that weights, gradients and states are sharded over.", min=1)
     gpu: str | None = option(None, "GPU that the step must fit: 'H100 80GB', or GiB.")
     why: str | None = option(
         None, "Name of a module, as model.layers.0.mlp: only say why it was recognised, or was not."
@@ -69,14 +57,9 @@ def inspect(options: InspectOptions) -> None:
             f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {options.gpus}"
         )
     from tigon.cli.adapters import find_adapted
-    from tigon.cli.memory import Setup, Sides, find_capacity
     from tigon.cli.model import quantized_to, quiet_transformers
 
-    if options.lora and options.adapters:
-        raise Problem(BOTH)
-    source, adapters = find_adapted(options.model, options.adapters, any_head=True)
-    if options.lora and adapters:
-        raise Problem(BOTH)
+    source, adapters = find_adapted(options.model, options.adapters, options.lora, any_head=True)
     if quantize and not (options.lora or adapters):
         raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are quantised")
     quiet_transformers()
@@ -84,15 +67,14 @@ def inspect(options: InspectOptions) -> None:
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
     if options.seq_len is not None and options.seq_len > limit:
         raise Problem(f"--seq-len {options.seq_len} is beyond the {limit} positions of {options.model}")
-    setup = Setup(
-        options.batch_size, options.seq_len or min(2048, limit), options.precision, options.optimizer,
-        options.gradient_checkpointing, options.recompute, options.offload, options.lora, options.lora_targets,
-        quantize or quantized_to(source.config), options.attention, options.gpus, options.lora_dropout, adapters,
-    )  # fmt: skip
+    options = dataclasses.replace(
+        options, seq_len=options.seq_len or min(2048, limit), quantize=quantize or quantized_to(source.config)
+    )
+    built = Sides(source, options, adapters)
     if options.why is not None:
-        _explain(Sides(source, setup), options.why, options.json)
+        _explain(built, options.why, options.json)
     else:
-        _measure(Sides(source, setup), source, capacity, options.json)
+        _measure(built, source, capacity, options.json)
 
 
 def _explain(built: Any, name: str, as_json: bool) -> None:
@@ -107,7 +89,6 @@ def _explain(built: Any, name: str, as_json: bool) -> None:
 
 def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_json: bool) -> None:
     """Print what was replaced, and the memory of a step before and after."""
-    from tigon.cli.memory import verdict
     from tigon.fusion.memory.estimate import CannotEstimate
 
     console = screen(quiet=as_json)
@@ -127,7 +108,7 @@ def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_jso
     if as_json:
         found: dict[str, Any] = {
             "model": source.name, "class": kind, "parameters": built.whole, "trained": built.trained,
-            "report": report.to_dict(), "no_step": obstacles.get("fused"), "step": built.setup.words(),
+            "report": report.to_dict(), "no_step": obstacles.get("fused"), "step": built.words,
             "memory": {side: m.to_dict() for side, m in sides.items()}, "no_estimate": obstacles,
             "gpu": None if capacity is None else {"name": capacity[0], "bytes": int(capacity[1]), "verdict": fits},
         }  # fmt: skip
@@ -136,7 +117,7 @@ def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_jso
     trained = f"{built.trained / 1e6:,.2f}M trained, " if built.trained != built.whole else ""
     console.print(
         f"{source.name}: {kind}, {built.whole / 1e6:,.1f}M parameters, {trained}{_count_layers(source.config)} layers; "
-        f"a step of {built.setup.words()}"
+        f"a step of {built.words}"
     )
     show(report.to_rich())
     if sides:
@@ -170,7 +151,6 @@ def _make_table(sides: dict[str, StepMemory]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from tigon.cli.memory import gib
     from tigon.fusion.memory.estimate import PARTS
 
     table = Table(title="Memory of a GPU at the peak of the step", title_justify="left")

@@ -62,6 +62,7 @@ def add_command(app: typer.Typer, name: str, run: Callable[[Any], None]) -> None
         for field in vars(base).get("__annotations__", {}):
             panels.setdefault(field, vars(base).get("PANEL"))
     parameters = []
+    annotated: Any = Annotated
     for field in dataclasses.fields(kind):
         make, flags, given = field.metadata["parameter"]
         if make is typer.Option:
@@ -69,7 +70,7 @@ def add_command(app: typer.Typer, name: str, run: Callable[[Any], None]) -> None
             is_bare = field.default is False or (flags and len(field.name) > 1)
             if is_bare and not any(flag.startswith("--") for flag in flags):
                 flags = (f"--{field.name.replace('_', '-')}", *flags)
-        annotation = Annotated[hints[field.name], make(*flags, **given)]
+        annotation = annotated[hints[field.name], make(*flags, **given)]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))

@@ -56,14 +56,9 @@ def verify(options: VerifyOptions) -> None:
     check_choice("", options, dtype=DTYPES)
     device = find_device(options.device)
     from tigon.cli.adapters import add_adapters, find_adapted, new_adapters
-    from tigon.cli.inspect import BOTH
     from tigon.cli.model import quiet_transformers
 
-    if options.lora and options.adapters:
-        raise Problem(BOTH)
-    source, adapters = find_adapted(options.model, options.adapters)
-    if options.lora and adapters:
-        raise Problem(BOTH)
+    source, adapters = find_adapted(options.model, options.adapters, options.lora)
     if options.lora:
         adapters = new_adapters(options.lora, options.lora_targets, 0.0)
     import torch

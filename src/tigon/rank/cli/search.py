@@ -175,10 +175,11 @@ def _make_search_options(options: SearchOptions) -> Any:
 
     kinds = [kind.strip() for kind in options.kinds.split(",") if kind.strip()]
     names = ("lr", "table_optimizer", "table_lr", "epochs", "batch_size", "patience", "precision", "seed")
+    sampler: Any = options.sampler
     with sentences(NAME):
         fit = rank.FitOptions(metric="log_loss", **{name: getattr(options, name) for name in names})
         return rank.SearchOptions(
-            options.trials, options.sampler, kinds, options.most, options.rows, options.trial_epochs,
+            options.trials, sampler, kinds, options.most, options.rows, options.trial_epochs,
             options.hash_rows, options.best, fit, {name: getattr(options, name) for name in ("width", "norm", "dropout")},
             options.seed,
         )  # fmt: skip

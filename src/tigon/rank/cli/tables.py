@@ -125,7 +125,7 @@ def should_stream(data: list[str], history: Iterable[str]) -> bool:
         columns = ParquetColumns("rank fit", data)
     except ValueError:  # another format; reading the file reports errors
         return False
-    return COPIES * columns.bytes > psutil.virtual_memory().available / 2
+    return bool(COPIES * columns.bytes > psutil.virtual_memory().available / 2)
 
 
 def resolve_paths(values: Iterable[str] | None) -> list[str]:

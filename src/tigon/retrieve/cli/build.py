@@ -73,7 +73,8 @@ def build(options: BuildOptions) -> None:
     ids = find_ids(NAME, found, options.id)
     with console.status("reading the columns to filter by"):
         schema = _find_schema(options, found, {column, ids})
-    index, done = None, 0
+    index: Any = None
+    done = 0
     with Steps(console, "items", found.rows) as steps, sentences(NAME):
         for names, matrix, table in _read_pieces(found, column, stored, ids, list(schema), options.batch_size):
             if index is None:

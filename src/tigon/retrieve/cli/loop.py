@@ -222,7 +222,7 @@ class _Steps:
     def _step(self) -> Tensor:
         rows = self.order[self.at + self.each]
         loss: Tensor = self.module(self.user[rows], self.item[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.total += loss.detach()
