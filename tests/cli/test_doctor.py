@@ -16,7 +16,6 @@ from tigon.lazy import homes_of
     ("variables", "expected"),
     [
         ({}, "the kernels run on CUDA and ROCm devices, not on 'cpu'"),
-        ({"TIGON_BACKEND": "torch"}, "TIGON_BACKEND=torch"),
         ({"TIGON_BACKEND": "triton"}, "the triton backend was forced"),
         ({"TIGON_BACKEND": "nonsense"}, "TIGON_BACKEND must be"),
         ({"CC": "no-such-compiler"}, "no no-such-compiler on PATH"),

@@ -163,17 +163,3 @@ def test_other_rankers_have_none(run, folder, tmp_path):
     rank.LiRank(one, rank.LiRankConfig(4)).save_pretrained(tmp_path / "one")
     with pytest.raises(Problem, match=r"there must be two fields that vary, got 1 .site: it is the same in all rows"):
         called(tmp_path / "one", data=[str(folder / "train.csv")])
-
-
-def test_tasks_of_more_than_two_answers_are_named():
-    def opened(**tasks):
-        ranker = SimpleNamespace(prompt=SimpleNamespace(tasks={n: SimpleNamespace(values=v) for n, v in tasks.items()}))
-        return SimpleNamespace(by_prompt=True, command="rank eval", ranker=ranker)
-
-    notes = []
-    RankerFolder.check_binary(opened(like=[1.0, 0.0]), notes)
-    assert notes == []
-    RankerFolder.check_binary(opened(like=[1.0, 0.0], stars=[1.0, 2.0, 3.0]), notes)
-    assert notes[0].startswith("stars: left out, since metrics are of two answers, of the values 1 and 0")
-    with pytest.raises(Problem, match="rank eval: none of the tasks stars can be measured: metrics are of two answers"):
-        RankerFolder.check_binary(opened(stars=[1.0, 2.0, 3.0]), notes)

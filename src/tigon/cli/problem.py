@@ -144,7 +144,7 @@ def sentences(command: str, options: Mapping[str, str] | Collection[str] = ()) -
 
 def _name_option(said: str, options: Mapping[str, str] | Collection[str]) -> str:
     """Begin a sentence with the option for an argument, instead of with the function and the argument."""
-    said = re.sub(r"^(retrieve [a-z]+|\w+(\.\w+)?): ", "", said)
+    said = re.sub(r"^(retrieve [a-z]+|(?!where)\w+(\.\w+)?): ", "", said)  # "where: …" names an option
     name = re.match(r"([a-z_]+)(?= must | is not defined|=)", said)
     if name is None or name[1] not in options:
         return replace_arguments(said, options)
