@@ -32,6 +32,13 @@ class Result:
             assert word in lines[0], lines[0]
         return lines[0]
 
+    def refused(self, *words):
+        """Assert that the command ended with one sentence that has these words, perhaps after what it printed before."""
+        assert "Traceback" not in self.err
+        assert [line for line in self.err.splitlines() if line.startswith("tigon: ")] == self.err.splitlines()[-1:]
+        self.err = self.err.splitlines()[-1]
+        return self.problem(*words)
+
     def ok(self):
         assert self.code == 0, (self.code, self.out, self.err)
         assert "Traceback" not in self.err

@@ -61,8 +61,8 @@ def test_ligr_finds_it(plant, here, tmp_path):
     write(tmp_path, train=shown, test=test, events=events)
     found, said = fit(here, tmp_path, "ligr")
     assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.56  # chance is 0.5 ± 0.026 on 2,000 rows
-    assert "rows: width 32" in said.err
-    assert found["options"]["width"] == 32
+    assert "chosen from 72 rows: width 64, layers " in said.err
+    assert found["options"]["width"] == 64
 
 
 def test_lirank_finds_it(plant, here, tmp_path):
