@@ -33,7 +33,7 @@ class Result:
         return lines[0]
 
     def refused(self, *words):
-        """Assert that the command ended with one sentence that has these words, perhaps after what it printed before."""
+        """Assert that the command ended with one sentence that has these words, whatever it printed before."""
         assert "Traceback" not in self.err
         assert [line for line in self.err.splitlines() if line.startswith("tigon: ")] == self.err.splitlines()[-1:]
         self.err = self.err.splitlines()[-1]

@@ -70,21 +70,7 @@ DAMAGE = [
     (unseal, "it has no manifest.json"),
     (garble, "its manifest.json is not readable"),
     (replace, "its manifest.json is not readable"),
-    *(
-        (manifest(text), "its manifest.json is not readable")
-        for text in (
-            b"\xff",
-            b"[" * 100_000,
-            b"[]",
-            b"5",
-            b'{"files": 5}',
-            b'{"files": []}',
-            b'{"files": {}}',
-            b'{"files": {"a": 5}}',
-            b'{"files": {"a": {}}}',
-            b'{"files": {"a": {"bytes": "256"}}}',
-        )
-    ),
+    *((manifest(text), "its manifest.json is not readable") for text in (b"\xff", b"[]", b'{"files": {}}')),
 ]
 
 

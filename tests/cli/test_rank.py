@@ -164,11 +164,6 @@ def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, f
     _, val, test = read_tables("rank fit", options, 0, History(["self"]))
     assert val is None
     assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
-    # Earlier events besides, of which there are none of these users.
-    other = tmp_path / "other.parquet"
-    parquet.write_table(pa.table({"user_id": ["x"], "item_id": [1000], "timestamp": [1], "click": [1]}), other)
-    _, _, test = read_tables("rank fit", options, 0, History(["self", str(other)]))
-    assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
 
 
 def test_scores_are_one_table_in_every_format(run, folder, here, tmp_path):

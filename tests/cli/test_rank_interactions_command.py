@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import pyarrow.csv as csv  # noqa: E402
 from tigon import rank  # noqa: E402
 from tigon.cli.problem import Problem  # noqa: E402
 from tigon.rank.cli.interactions import InteractionsOptions, interactions  # noqa: E402
-from tigon.rank.cli.ranker_folder import RankerFolder  # noqa: E402
 
 LABELS = ["score", "long = share >= 2"]
 FIELDS = {

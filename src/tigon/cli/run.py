@@ -106,6 +106,7 @@ class Run(Generic[OptionsT]):
         self.output.mkdir(parents=True, exist_ok=True)
         with lock_folder(self.output):
             if not self.is_resumed:
+                check_free(self.NAME, self.output, self.options.overwrite)  # another run may have ended meanwhile
                 clear(self.output, (*self.WRITTEN, *(f"seed-{seed}" for seed in find_seeds(self.output))))
                 write_json(self.output / RECORD, self.record)
             self.train()

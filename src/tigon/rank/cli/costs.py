@@ -37,10 +37,9 @@ def count_parameters(ranker: nn.Module) -> dict[str, int]:
 
 
 def measure_costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]:
-    """Means per request over some batches: events, candidates, FLOPs, milliseconds, and a lower bound on a GPU.
+    """Means per request over some batches: events, candidates, FLOPs and milliseconds.
 
-    FLOPs cover linear layers, and attention if the ranker's config gives its width. The lower bound is the time for
-    these FLOPs at the device's rate for a large matmul.
+    FLOPs cover linear layers, and attention if the ranker's config gives its width.
     """
     device = get_device(ranker)
     seen, events, candidates, flops, seconds = 0, 0, 0, 0.0, []
@@ -54,23 +53,11 @@ def measure_costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[s
             flops += sum(linear) + _count_attention(ranker, batch)
             seconds.append(_time_forward(ranker, batch, batch_options) / batch.requests)
             seen, events, candidates = seen + batch.requests, events + batch.events, candidates + batch.candidates
-    found: dict[str, Any] = {
+    return {
         "requests": len(data), "events": events / seen, "candidates": candidates / seen,
         "tokens": (events + candidates) / seen + 1, "MFLOP": flops / seen / 1e6,
         "milliseconds, in a batch": 1e3 * sorted(seconds)[len(seconds) // 2],
     }  # fmt: skip
-    if device.type == "cuda":
-        found["floor, milliseconds"] = 1e3 * flops / seen / _measure_matmul_rate(device)
-    return found
-
-
-def _measure_matmul_rate(device: torch.device) -> float:
-    """FLOP/s for a large bf16 matmul."""
-    from triton.testing import do_bench
-
-    n = 8192
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2e3 * n**3 / float(do_bench(lambda: a @ b, return_mode="median"))
 
 
 def _time_forward(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
