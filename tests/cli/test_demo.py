@@ -52,7 +52,7 @@ def test_losses_that_differ_are_a_failure(monkeypatch):
         def __exit__(self, *_): ...
         def submit(self, _, spec, __):
             loss = 6.0 + (0.01 if spec["fused"] else 0.0)
-            found = {"losses": [6.5, loss], "tokens_per_second": 1.0, "peak": 2, "before": 1, "parameters": 1,
+            found = {"losses": [6.5, loss], "tokens_per_second": 1.0, "peak": 2, "parameters": 1,
                      "report": "", "device": "CPU"}  # fmt: skip
             return type("Done", (), {"result": lambda _: found})()
 

@@ -66,7 +66,7 @@ def test_doctor_says_what_is_missing(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    monkeypatch.setattr(doctor, "_devices", lambda: 1 / 0)
+    monkeypatch.setattr(doctor, "_list_devices", lambda: 1 / 0)
     found = doctor.examine()
     assert found["versions"]["transformers"] is None
     assert "ZeroDivisionError" in found["devices"]["error"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
-import re
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -130,7 +130,7 @@ def train_side(spec: dict[str, Any], blocks: Any) -> dict[str, Any]:
     peak_lr = 3e-4 if on_gpu else 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(spec["seed"]))
-    before, began = read_status("VmRSS"), time.perf_counter()
+    began = time.perf_counter()
     losses, seconds = [], []
     for step in range(spec["steps"]):
         if spec["seconds"] and step >= LEAST_STEPS and time.perf_counter() - began > spec["seconds"]:
@@ -150,19 +150,20 @@ def train_side(spec: dict[str, Any], blocks: Any) -> dict[str, Any]:
     return {
         "losses": losses,
         "tokens_per_second": spec["batch_size"] * spec["seq_len"] / median(seconds[WARMUP:] or seconds),
-        "peak": torch.cuda.max_memory_allocated() if on_gpu else read_status("VmHWM"),
-        "before": 0 if on_gpu else before,
+        "peak": torch.cuda.max_memory_allocated() if on_gpu else read_peak(),
         "parameters": model.num_parameters(),
         "report": str(fusion.report()) if spec["fused"] else "",
         "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
     }
 
 
-def read_status(field: str) -> int:
-    """A byte size that Linux reports for this process; 0 on other systems."""
-    status = Path("/proc/self/status")
-    found = re.search(rf"{field}:\s+(\d+)", status.read_text()) if status.exists() else None
-    return 1024 * int(found[1]) if found else 0
+def read_peak() -> int:
+    """The most bytes that this process has had in memory; 0 on systems that do not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def compute_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -201,9 +202,5 @@ def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:
     table.add_row("largest difference of loss from plain", *apart, "")
     add_ratio("tokens/s", "tokens_per_second")
     add_ratio(f"peak memory, MiB ({'allocated' if on_gpu else 'resident'})", "peak", 2**20)
-    if plain["before"]:
-        for side in sides.values():
-            side["grown"] = side["peak"] - side["before"]
-        add_ratio("  above the size before the first step", "grown", 2**20)
     print(fused["report"])
     show(table)

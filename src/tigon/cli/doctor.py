@@ -39,27 +39,27 @@ def doctor(options: DoctorOptions) -> None:
 def examine(check: bool = False) -> dict[str, Any]:
     """Collect everything that the command prints. A part that fails holds {"error": sentence} instead."""
     found = {
-        "versions": _part(_versions),
-        "devices": _part(_devices),
+        "versions": _try(_list_versions),
+        "devices": _try(_list_devices),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
-        "compiler": _part(_compiler),
-        "paths": _part(_paths),
+        "compiler": _try(_find_compiler),
+        "paths": _try(_list_paths),
     }
     if check:
-        found["checks"] = _part(_checks)
+        found["checks"] = _try(_run_checks)
         if isinstance(found["checks"], dict):
             found["checks"] = [{"op": "all", "device": "", "status": "failed", "reason": found["checks"]["error"]}]
     return found
 
 
-def _part(fn: Callable[[], Any]) -> Any:
+def _try(fn: Callable[[], Any]) -> Any:
     try:
         return fn()
     except Exception as error:  # the doctor is called when something is broken, so no failure may stop it
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def _versions() -> dict[str, Any]:
+def _list_versions() -> dict[str, Any]:
     import platform
 
     from tigon import __version__
@@ -68,7 +68,7 @@ def _versions() -> dict[str, Any]:
     return {"tigon": __version__, "python": platform.python_version(), **{p: read_package_version(p) for p in PACKAGES}}
 
 
-def _devices() -> list[dict[str, Any]]:
+def _list_devices() -> list[dict[str, Any]]:
     import torch
 
     from tigon.cli.environment import describe_environment
@@ -82,7 +82,7 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _compiler() -> dict[str, Any]:
+def _find_compiler() -> dict[str, Any]:
     """The C compiler that Triton uses to build launchers: CC, else gcc or clang."""
     wanted = os.environ.get("CC")
     names = [wanted] if wanted else ["gcc", "clang", "cc"]
@@ -90,7 +90,7 @@ def _compiler() -> dict[str, Any]:
     return {"path": path, "reason": None if path else f"no {' or '.join(names)} on PATH: Triton cannot build launchers"}
 
 
-def _paths() -> list[dict[str, Any]]:
+def _list_paths() -> list[dict[str, Any]]:
     """For each device and dtype, which implementation every operator uses."""
     import torch
 
@@ -114,7 +114,7 @@ def _paths() -> list[dict[str, Any]]:
     return rows
 
 
-def _checks() -> list[dict[str, Any]]:
+def _run_checks() -> list[dict[str, Any]]:
     import torch
 
     from tigon.cli.checks import CALLS, check_operator
