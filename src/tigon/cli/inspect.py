@@ -88,7 +88,7 @@ def _explain(built: Any, name: str, as_json: bool) -> None:
 
 
 def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_json: bool) -> None:
-    """Print what was replaced, and the memory of a step before and after."""
+    """Print the replaced layers, and the memory of a step before and after."""
     from tigon.fusion.memory.estimate import CannotEstimate
 
     console = screen(quiet=as_json)

@@ -77,7 +77,7 @@ def check_output_folder(
 def replace_output(output: Path) -> Iterator[Path]:
     """`with replace_output(path) as partial`: write a file or folder, which takes the place of `path` at the end.
 
-    After an error, `path` is what it was.
+    After an error, `path` is unchanged.
     """
     partial = output.with_name(output.name + ".partial")
     delete(partial)

@@ -95,7 +95,7 @@ class Run(Generic[OptionsT]):
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Build what fails for data and options that do not fit together."""
+        """Build the parts that fail for data and options that do not fit together."""
 
     def train(self) -> None:
         """Train, and write the results."""
