@@ -77,7 +77,7 @@ def test_inspect_of_saved_adapters(tigon, saved, checkpoint):
     assert json.loads(other.out)["trained"] > 1000 * 128
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "more"])
+@pytest.mark.parametrize("name", ["DoRA", "more"])
 def test_verify_compares_every_gradient_that_saved_adapters_train(tigon, saved, name):
     found = json.loads(tigon("verify", saved / name, "--layers", 0, "--json").ok().out)
     rows = {row["name"]: row for row in found["rows"]}
@@ -89,13 +89,6 @@ def test_verify_compares_every_gradient_that_saved_adapters_train(tigon, saved, 
     assert adapters_of(found) == ({} if name == "DoRA" else GROUPS)
     if name == "more":
         assert "base_model.model.lm_head.modules_to_save.default.weight" in rows
-
-
-def test_verify_of_new_adapters(tigon, checkpoint):
-    shown = tigon("verify", checkpoint, "--lora", 4, "--dtype", "bfloat16", "--layers", 1).ok().out
-    assert "LoRA of rank 4" in shown
-    assert "*.mlp.down_proj.lora_B" in shown
-    assert "plain and fused agree" in shown
 
 
 def test_what_is_wrong_with_adapters_is_one_sentence(tigon, saved, checkpoint, tmp_path):

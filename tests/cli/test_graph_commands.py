@@ -1,8 +1,6 @@
 """`tigon graph`: embeddings of a graph from a file, a probe of them, and what is left when the run is cut."""
 
 import json
-import os
-import pickle
 import signal
 
 import numpy as np
@@ -153,15 +151,3 @@ def test_what_is_wrong_is_one_sentence(arguments, words, file, here, tmp_path, m
     arguments = [word.format(file=file) for word in arguments]
     here("graph", "fit", *arguments, "-o", "x", "--device", "cpu").refused(*words)
     assert not (tmp_path / "x").exists()  # a run that can never be fitted would hold its folder
-
-
-def test_a_pickle_in_the_files_runs_nothing(here, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "was-here"),)
-
-    for part in ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index"):
-        (tmp_path / f"ind.pubmed.{part}").write_bytes(pickle.dumps(Evil()))
-    said = here("graph", "fit", "--data", "pubmed", "--root", tmp_path, "-o", tmp_path / "x")
-    said.problem("ind.pubmed.x is no pickle of arrays: it wants", "and arrays and lists are all that is read")
-    assert not (tmp_path / "was-here").exists()

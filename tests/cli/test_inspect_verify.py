@@ -49,16 +49,15 @@ def test_inspect_says_whether_a_step_fits(tigon):
     tigon("inspect", "llama-tiny", "--gpu", "abacus").problem("--gpu must be one of a10", "or a number of GiB")
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("t5", 12), ("bart", 24)])
-def test_inspect_takes_encoder_decoders(tigon, tmp_path, kind, layers):
+def test_inspect_takes_encoder_decoders(tigon, tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": kind, "decoder_start_token_id": 0, "pad_token_id": 0})
+        json.dumps({"model_type": "t5", "decoder_start_token_id": 0, "pad_token_id": 0})
     )
     found = json.loads(tigon("inspect", tmp_path, "--json", "--seq", 128).ok().out)
     assert found["class"].endswith("ForConditionalGeneration")
     assert found["no_estimate"] == {}
     assert found["report"]["calls"]["head"] == 1
-    assert f", {layers} layers;" in tigon("inspect", tmp_path, "--seq", 128).ok().out
+    assert ", 12 layers;" in tigon("inspect", tmp_path, "--seq", 128).ok().out
 
 
 def test_checkpointing_is_switched_on_by_the_name_that_this_version_has(recwarn):

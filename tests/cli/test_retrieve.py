@@ -229,19 +229,11 @@ def test_categories_of_pandas_and_odd_columns_are_items(here, tmp_path):
 
 def test_files_that_are_wrong_further_down_get_a_sentence(here, tmp_path):
     build = ("retrieve", "build", "-o", "i")
-    rows = [f'{i},"[1, {i / 90_000}]",{"word" if i == 80_000 else i / 7}' for i in range(90_000)]
-    (tmp_path / "late.csv").write_text("\n".join(["id,v,price", *rows]))
-    here(*build, "late.csv", "--vector", "v", "--columns", "price", cwd=tmp_path).ok()  # a column of texts, then
-    (tmp_path / "two").mkdir()
-    for name, price in (("a", 1.5), ("b", "x")):
-        parquet.write_table(pa.table({**columns(), "price": [price] * 60}), tmp_path / "two" / f"{name}.parquet")
-    here(*build, "two", "--overwrite", cwd=tmp_path).problem("must be a number, got string")
     parquet.write_table(pa.table(columns(3000)), tmp_path / "whole.parquet", row_group_size=500, compression="none")
     content = bytearray((tmp_path / "whole.parquet").read_bytes())
     content[len(content) // 2 : len(content) // 2 + 400] = bytes(400)
     (tmp_path / "damaged.parquet").write_bytes(content)
-    status = here(*build, "damaged.parquet", "--overwrite", cwd=tmp_path)
-    assert "Traceback" not in status.err
+    assert "Traceback" not in here(*build, "damaged.parquet", "--overwrite", cwd=tmp_path).err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "tigon.lock").touch()  # what a save leaves that found no room
     here("retrieve", "build", "whole.parquet", "-o", "full", "--overwrite", cwd=tmp_path).ok()
