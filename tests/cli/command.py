@@ -1,5 +1,7 @@
 """What the tests of the command line share: its environment, its result, and the losses that a run has written."""
 
+import contextlib
+import io
 import json
 import os
 import select
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 
@@ -43,6 +46,24 @@ class Result:
         assert self.code == 0, (self.code, self.out, self.err)
         assert "Traceback" not in self.err
         return self
+
+
+def run_here(*arguments, cwd=None):
+    """Run a command in this process."""
+    from tigon.cli import main
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    handler, before = signal.getsignal(signal.SIGTERM), os.getcwd()
+    os.chdir(cwd or ".")
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            main([str(a) for a in arguments])
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        os.chdir(before)
+    return Result(subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue()))
 
 
 class Forks:

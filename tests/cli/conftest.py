@@ -1,28 +1,26 @@
 """The command line as a user runs it: a process of its own, its exit status, and what it says."""
 
-import contextlib
-import io
-import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from command import Forks, Result, environment, write_model
+from command import Forks, Result, environment, run_here, write_model
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the groups
 def pytest_collection_modifyitems(items):
-    """One worker runs all commands, so that what they import is imported once, and models are written once."""
+    """One worker runs all commands in processes, so that what they import is imported once."""
     for item in items:
-        here = item.path.parent == Path(__file__).parent
-        if here and {"tigon", "together", "start"} & set(getattr(item, "fixturenames", ())):
+        names = set(getattr(item, "fixturenames", ())) if item.path.parent == Path(__file__).parent else set()
+        if {"tigon", "together", "start"} & names:
             item.add_marker(pytest.mark.xdist_group("commands"))
+        elif "here" in names:  # the tests of a file share its runs
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
@@ -65,24 +63,7 @@ def tigon(request, hub):
 def here():
     """Run a command in this process, where what it leaves to the next command and its exit are not the point."""
     torch.set_num_threads(1)  # as the processes of the other fixtures have
-
-    def run(*arguments, cwd=None):
-        from tigon.cli import main
-
-        out, err, code = io.StringIO(), io.StringIO(), 0
-        before = signal.getsignal(signal.SIGTERM), os.getcwd()
-        os.chdir(cwd or ".")
-        try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
-                main([str(a) for a in arguments])
-        except SystemExit as end:
-            code = end.code or 0
-        finally:
-            signal.signal(signal.SIGTERM, before[0])
-            os.chdir(before[1])
-        return Result(subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue()))
-
-    return run
+    return run_here
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Every file of every kind of run, damaged in ten ways: a command says so in a sentence, or gives its right answer."""
 
-import contextlib
-import io
 import json
 import shutil
 
@@ -14,7 +12,7 @@ for package in ("safetensors", "accelerate", "matplotlib", "transformers", "skle
 import pyarrow.parquet as parquet  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from command import write_model  # noqa: E402
+from command import run_here, write_model  # noqa: E402
 
 from tigon import cli, compress, graph  # noqa: E402
 from tigon.files import DamagedFileError  # noqa: E402
@@ -69,13 +67,8 @@ DAMAGES = (missing, empty, cut, appended, flipped, zeros, another_type, deep, su
 
 def run(*arguments):
     """Status, standard output and standard error of a command, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            cli.main([str(one) for one in arguments])
-        except SystemExit as end:
-            return int(end.code or 0), out.getvalue(), err.getvalue()
-    raise AssertionError("main returns only by SystemExit")
+    done = run_here(*arguments)
+    return done.code, done.out, done.err
 
 
 def scores(folder, *options):
