@@ -179,20 +179,21 @@ def retrieved(model: str, rows: int, seed: int, device: torch.device) -> Row:
     from dataclasses import replace
 
     from tigon.retrieve import metrics
-    from tigon.retrieve.cli.fitting import Settings, choose, evaluated, fit
+    from tigon.retrieve.cli.loop import evaluate_towers, fit
     from tigon.retrieve.cli.pairs import SPLITS
+    from tigon.retrieve.cli.train_options import TrainOptions, choose_settings
 
     users, items, train, later, kind = pairs(rows, seed)
-    chosen = choose(len(train), dict.fromkeys(("dim", "lr", "batch_size", "epochs", "eval_every", "val_fraction")))
+    chosen = choose_settings(TrainOptions(), len(train))
+    settings = TrainOptions(**chosen)
     kept, held = map(torch.from_numpy, SPLITS["random"](train, chosen.pop("val_fraction"), seed))
-    settings = Settings(**chosen)
     began = time.perf_counter()
-    first = fit(kept, users, items, settings, seed, held, device=device)
+    first = fit(kept, (users, items), settings, seed, held, device=device)
     every = torch.from_numpy(train)
-    last = fit(every, users, items, replace(settings, epochs=first.best), seed, device=device)
+    last = fit(every, (users, items), replace(settings, epochs=first.best), seed, device=device)
     seconds = time.perf_counter() - began
     right, every = torch.from_numpy(later).to(device), every.to(device)
-    value = evaluated(last.towers, right, every)["ndcg@20"]
+    value = evaluate_towers(last.towers, right, every)["ndcg@20"]
     popular = every[:, 1].bincount(minlength=items).float().unsqueeze(1)
     chance = metrics.evaluate(torch.ones(users, 1, device=device), popular, right, every, (20,))["ndcg@20"]
     of_users, of_items = (
@@ -207,11 +208,10 @@ def retrieved(model: str, rows: int, seed: int, device: torch.device) -> Row:
 
 def embedded(model: str, rows: int, seed: int, device: torch.device) -> Row:
     from tigon.graph import G2R
-    from tigon.graph.cli.shared import choose
+    from tigon.graph.cli.fit import GraphFitOptions, choose_settings
 
     graph = linked(rows, seed)
-    names = ("hidden", "out", "gamma", "eps", "epochs", "nodes")
-    chosen = choose({"data": "own", **dict.fromkeys(names)}, len(graph.x))
+    chosen = choose_settings(GraphFitOptions(data="own"), len(graph.x))
     torch.manual_seed(seed)
     sizes = {name: chosen[name] for name in ("hidden", "out", "gamma", "eps")}
     network = G2R(graph.x.shape[1], **sizes).to(device)

@@ -1,5 +1,7 @@
 """What the tests of the command line share: its environment, its result, and the losses that a run has written."""
 
+import contextlib
+import io
 import json
 import os
 import select
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 
@@ -32,10 +35,35 @@ class Result:
             assert word in lines[0], lines[0]
         return lines[0]
 
+    def refused(self, *words):
+        """Assert that the command ended with one sentence that has these words, whatever it printed before."""
+        assert "Traceback" not in self.err
+        assert [line for line in self.err.splitlines() if line.startswith("tigon: ")] == self.err.splitlines()[-1:]
+        self.err = self.err.splitlines()[-1]
+        return self.problem(*words)
+
     def ok(self):
         assert self.code == 0, (self.code, self.out, self.err)
         assert "Traceback" not in self.err
         return self
+
+
+def run_here(*arguments, cwd=None):
+    """Run a command in this process."""
+    from tigon.cli import main
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    handler, before = signal.getsignal(signal.SIGTERM), os.getcwd()
+    os.chdir(cwd or ".")
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            main([str(a) for a in arguments])
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        os.chdir(before)
+    return Result(subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue()))
 
 
 class Forks:

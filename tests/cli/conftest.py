@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Forks, Result, environment, write_model
+from command import Forks, Result, environment, run_here, write_model
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the groups
 def pytest_collection_modifyitems(items):
-    """One worker runs all commands, so that what they import is imported once, and models are written once."""
+    """One worker runs all commands in processes, so that what they import is imported once."""
     for item in items:
-        here = item.path.parent == Path(__file__).parent
-        if here and {"tigon", "together", "launched", "start", "python"} & set(getattr(item, "fixturenames", ())):
+        names = set(getattr(item, "fixturenames", ())) if item.path.parent == Path(__file__).parent else set()
+        if {"tigon", "together", "start"} & names:
             item.add_marker(pytest.mark.xdist_group("commands"))
+        elif "here" in names:  # the tests of a file share its runs
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
@@ -57,15 +59,11 @@ def tigon(request, hub):
     return run
 
 
-@pytest.fixture
-def python(forks, tmp_path):
-    """Run the text of a script in a process that has imported what is large."""
-
-    def run(code, cwd):
-        (tmp_path / "script.py").write_text(code)
-        return Result(forks.run([[str(tmp_path / "script.py")]], environment(), cwds=[cwd]))
-
-    return run
+@pytest.fixture(scope="session")
+def here():
+    """Run a command in this process, where what it leaves to the next command and its exit are not the point."""
+    torch.set_num_threads(1)  # as the processes of the other fixtures have
+    return run_here
 
 
 @pytest.fixture(scope="session")
@@ -81,22 +79,6 @@ def together(forks):
         return Result(forks.run(ranks, environment(**address, **changes), cwds=cwds))
 
     return run
-
-
-@pytest.fixture
-def launched(forks):
-    """One run of several processes on the CPU by torchrun's agent; it is ended with the test."""
-    begun = []
-
-    def run(world, *arguments, restarts):
-        ranks = [[*map(str, arguments)]] * world
-        begun.append(forks.begin(ranks, environment(), restarts=restarts))
-        return begun[-1]
-
-    yield run
-    for process in begun:
-        process.send_signal(signal.SIGTERM)  # which the agent passes on
-        process.communicate(30)
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """`tigon graph`: embeddings of a graph from a file, a probe of them, and what is left when the run is cut."""
 
 import json
-import os
-import pickle
 import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -27,28 +24,6 @@ def file(tmp_path_factory):
     np.savez(place, x=x, edge_index=np.argwhere(edges | edges.T).T, y=y, train=order[:30], val=order[30:60],
              test=order[60:])  # fmt: skip
     return place
-
-
-@pytest.fixture
-def here(capsys, monkeypatch):
-    """The command in this process: imports of scikit-learn are most of a short one."""
-    from command import Result
-
-    from tigon.cli import main
-
-    # The command's own handler would stay.
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return Result(subprocess.CompletedProcess(arguments, end.value.code or 0, out, err))
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
 
 
 def vectors(output, seed=0):
@@ -97,15 +72,15 @@ def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_path, monkeypatch):
-    from tigon.graph.cli import fitting
+    from tigon.graph.cli import fit
 
     same = ("--data", file, *SMALL, "--epochs", 8, "--seed", "0,1")
     here("graph", "fit", *same, "-o", tmp_path / "whole").ok()
-    cut, append = tmp_path / "cut", fitting.append
+    cut, append = tmp_path / "cut", fit.append_metrics
 
     def at(seed, step, act):
         monkeypatch.setattr(
-            fitting, "append", lambda f, row: (append(f, row), (row["seed"], row["step"]) == (seed, step) and act())
+            fit, "append_metrics", lambda f, row: (append(f, row), (row["seed"], row["step"]) == (seed, step) and act())
         )
 
     at(0, 5, lambda: signal.raise_signal(signal.SIGINT))
@@ -173,20 +148,6 @@ def test_what_is_wrong_is_one_sentence(arguments, words, file, here, tmp_path, m
     np.savez(tmp_path / "turned.npz", x=x, edge_index=np.zeros((3, 2), int))
     np.savez(tmp_path / "alone.npz", x=x, edge_index=np.zeros((2, 1), int))
     np.savez(tmp_path / "one.npz", x=x, edge_index=pair, y=np.zeros(2, int), train=[0], val=[1], test=[1])
-    said = here("graph", "fit", *(word.format(file=file) for word in arguments), "-o", "x", "--device", "cpu")
-    assert said.code == 2, said.err
-    assert said.err.strip().splitlines()[-1].startswith("tigon: graph fit: "), said.err
-    assert all(word in said.err for word in words), said.err
-    assert not list(tmp_path.glob("x/*"))  # a run that can never be fitted would hold its folder
-
-
-def test_a_pickle_in_the_files_runs_nothing(here, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "was-here"),)
-
-    for part in ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index"):
-        (tmp_path / f"ind.pubmed.{part}").write_bytes(pickle.dumps(Evil()))
-    said = here("graph", "fit", "--data", "pubmed", "--root", tmp_path, "-o", tmp_path / "x")
-    said.problem("ind.pubmed.x is no pickle of arrays: it wants", "and arrays and lists are all that is read")
-    assert not (tmp_path / "was-here").exists()
+    arguments = [word.format(file=file) for word in arguments]
+    here("graph", "fit", *arguments, "-o", "x", "--device", "cpu").refused(*words)
+    assert not (tmp_path / "x").exists()  # a run that can never be fitted would hold its folder

@@ -49,16 +49,15 @@ def test_inspect_says_whether_a_step_fits(tigon):
     tigon("inspect", "llama-tiny", "--gpu", "abacus").problem("--gpu must be one of a10", "or a number of GiB")
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("t5", 12), ("bart", 24)])
-def test_inspect_takes_encoder_decoders(tigon, tmp_path, kind, layers):
+def test_inspect_takes_encoder_decoders(tigon, tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": kind, "decoder_start_token_id": 0, "pad_token_id": 0})
+        json.dumps({"model_type": "t5", "decoder_start_token_id": 0, "pad_token_id": 0})
     )
     found = json.loads(tigon("inspect", tmp_path, "--json", "--seq", 128).ok().out)
     assert found["class"].endswith("ForConditionalGeneration")
     assert found["no_estimate"] == {}
     assert found["report"]["calls"]["head"] == 1
-    assert f", {layers} layers;" in tigon("inspect", tmp_path, "--seq", 128).ok().out
+    assert ", 12 layers;" in tigon("inspect", tmp_path, "--seq", 128).ok().out
 
 
 def test_checkpointing_is_switched_on_by_the_name_that_this_version_has(recwarn):
@@ -94,16 +93,10 @@ def test_verify_a_model_with_weights(tigon, checkpoint):
     assert all(0 < row["error_plain"] < 1e-4 for row in rows.values() if row["name"] != "loss")
 
 
-def test_a_narrow_terminal_shows_every_cell_and_names_are_no_markup(tigon, checkpoint, tmp_path):
+def test_names_are_no_markup(tigon, checkpoint, tmp_path):
     model = tmp_path / "[bold]x[" / "nope]"
     shutil.copytree(checkpoint, model)
-    wide = tigon("verify", model, "--layers", 1).ok().out
-    narrow = tigon("verify", model, "--layers", 1, COLUMNS="40").ok().out
-    assert "[bold]x[/nope], 1 layers, float32" in wide
-    assert "…" not in narrow
-    assert {"formula or reason: silu(gate) · up", "error, fused", "*.mlp.up_proj", "equal"} <= {
-        part for line in narrow.splitlines() for part in (line.strip(), line.strip().partition(":")[0])
-    }
+    assert "[bold]x[/nope], 1 layers, float32" in tigon("verify", model, "--layers", 1).ok().out
 
 
 @pytest.mark.parametrize(
@@ -131,13 +124,13 @@ def test_verify_tells_what_differs(monkeypatch):
         model.model.layers[1].mlp.up_proj.weight.register_hook(lambda dw: dw * 1.0001)
         return right(model)
 
-    arguments = {"layers": 2, "full_width": False, "dtype": "float32", "device": "cpu", "batch_size": 2, "seq_len": 16}
-    module.verify("llama-tiny", **arguments, seed=0, json=True)
+    options = module.VerifyOptions(model="llama-tiny", device="cpu", seq_len=16, json=True)
+    module.verify(options)
     monkeypatch.setattr(tigon, "fuse", wrong)
     with pytest.raises(
         Problem, match=r"differ by more than rounding in model\.layers\.\*\.mlp\.up_proj\.weight$"
     ) as caught:
-        module.verify("llama-tiny", **arguments, seed=0, json=True)
+        module.verify(options)
     assert caught.value.code == 1
 
 

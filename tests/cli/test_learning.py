@@ -46,70 +46,43 @@ def write(folder, **tables):
         parquet.write_table(pa.table(columns), folder / f"{name}.parquet")
 
 
-def written_sequences(plant, folder, rows, items):
-    """Tables in a folder, and the AUC of the true probabilities on those to test on."""
-    shown, events, _ = plant.sequences(rows, 0, items=items)
-    test, later, p = plant.sequences(2_000, 7, 10_000_000, items)
-    write(folder, train=shown, test=test, events={name: np.concatenate((events[name], later[name])) for name in events})
-    return auc(p, test["click"])
-
-
-def written_features(plant, folder, rows):
-    shown, _ = plant.features(rows, 0)
-    test, p = plant.features(4_000, 7, rows)
-    write(folder, train=shown, test=test)
-    return auc(p, test["click"])
-
-
-def fit(tigon, folder, model, *more):
+def fit(here, folder, model, *more):
     data = ("--data", folder / "train.parquet", "--test", folder / "test.parquet", "--label", "click")
     history = ("--history", folder / "events.parquet") if model == "ligr" else ()
     out = folder / "run"
-    said = tigon("rank", "fit", "--model", model, *data, *history, *more, "-o", out).ok()
+    said = here("rank", "fit", "--model", model, *data, *history, *more, "--device", "cpu", "-o", out).ok()
     return results(out), said
 
 
-def test_ligr_finds_it_in_a_hundred_rows(plant, tigon, tmp_path):
-    written_sequences(plant, tmp_path, 100, 12)
-    found, _ = fit(tigon, tmp_path, "ligr")
+def test_ligr_finds_it(plant, here, tmp_path):
+    shown, events, _ = plant.sequences(100, 0, items=12)
+    test, later, _ = plant.sequences(2_000, 7, 10_000_000, 12)
+    events = {name: np.concatenate((events[name], later[name])) for name in events}
+    write(tmp_path, train=shown, test=test, events=events)
+    found, said = fit(here, tmp_path, "ligr")
     assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.56  # chance is 0.5 ± 0.026 on 2,000 rows
-
-
-def test_ligr_finds_it_in_two_thousand_rows(plant, tigon, tmp_path):
-    oracle = written_sequences(plant, tmp_path, 1_920, 40)
-    found, said = fit(tigon, tmp_path, "ligr")
-    value = found["test"]["metrics"]["click"]["auc"]["value"]
-    assert value > 0.5 + 0.7 * (oracle - 0.5)
-    assert value > 0.8
-    assert found["warnings"] == []
-    assert "chosen from 1,720 rows: width 64, layers 2, heads 4, batch size 8, epochs 23" in said.err
+    assert "chosen from 72 rows: width 64, layers " in said.err
     assert found["options"]["width"] == 64
-    assert re.search(r"ligr of 15\d,\d{3} parameters", said.err)
 
 
-@pytest.mark.parametrize(("rows", "share"), [(100, 0.4), (10_000, 0.7)])
-def test_lirank_finds_it(plant, tigon, tmp_path, rows, share):
-    oracle = written_features(plant, tmp_path, rows)
-    seeds = ("--seed", "0,1,2") if rows == 100 else ()
-    found, said = fit(tigon, tmp_path, "lirank", "--val-split", "request", *seeds)
-    if seeds:
-        value = found["summary"]["test"]["click"]["auc"]["mean"]
-    else:
-        value = found["test"]["metrics"]["click"]["auc"]["value"]
-    assert value > 0.5 + share * (oracle - 0.5)
+def test_lirank_finds_it(plant, here, tmp_path):
+    shown, _ = plant.features(100, 0)
+    test, p = plant.features(4_000, 7, 100)
+    write(tmp_path, train=shown, test=test)
+    found, said = fit(here, tmp_path, "lirank", "--val-split", "request", "--seed", "0,1,2")
+    assert found["summary"]["test"]["click"]["auc"]["mean"] > 0.5 + 0.4 * (auc(p, test["click"]) - 0.5)
     assert "; options of these names override them" in said.err
 
 
-@pytest.mark.parametrize("count", [100, 10_000])
-def test_towers_find_it(plant, tigon, tmp_path, count):
+def test_towers_find_it(plant, here, tmp_path):
     from tigon.retrieve import metrics
 
-    users, items, train, later, kind = plant.pairs(count, 0)
+    users, items, train, later, kind = plant.pairs(100, 0)
     write(tmp_path, **{
         name: {"user": part[:, 0], "item": part[:, 1]} for name, part in (("train", train), ("test", later))
     })  # fmt: skip
     data = (tmp_path / "train.parquet", "--test", tmp_path / "test.parquet", "--device", "cpu")
-    said = tigon("retrieve", "train", *data, "-o", tmp_path / "run").ok()
+    said = here("retrieve", "train", *data, "-o", tmp_path / "run").ok()
     value = results(tmp_path / "run")["summary"]["ndcg@20"]["mean"]
     known, right = torch.from_numpy(train), torch.from_numpy(later)
     popular = known[:, 1].bincount(minlength=items).float().unsqueeze(1)
@@ -120,49 +93,65 @@ def test_towers_find_it(plant, tigon, tmp_path, count):
     assert f"chosen from {len(train):,} pairs: dim " in said.err
 
 
-@pytest.mark.parametrize("nodes", [120, 1_000])
-def test_embeddings_of_nodes_find_it(plant, tigon, tmp_path, nodes):
+def test_embeddings_of_nodes_find_it(plant, here, tmp_path):
     pytest.importorskip("sklearn")
     from tigon.graph import probe
 
-    graph = plant.linked(nodes, 0)
+    graph = plant.linked(120, 0)
     parts = {name: getattr(graph, name).numpy() for name in ("x", "edge_index", "y", "train", "val", "test")}
     np.savez(tmp_path / "own.npz", **parts)
-    said = tigon("graph", "fit", "--data", tmp_path / "own.npz", "--device", "cpu", "-o", tmp_path / "run").ok()
-    found = json.loads(tigon("graph", "probe", tmp_path / "run", "--json").ok().out)
+    said = here("graph", "fit", "--data", tmp_path / "own.npz", "--device", "cpu", "-o", tmp_path / "run").ok()
+    found = json.loads(here("graph", "probe", tmp_path / "run", "--json").ok().out)
     share = found["summary"]["test"]["mean"]
     assert share > probe(graph.x, graph)["test"] + 0.15
     assert share > 1 / 3 + 0.4 * (1 - 1 / 3)
-    assert f"chosen from {nodes:,} nodes: gamma 1.0, eps 0.3, epochs 20" in said.err
+    assert "chosen from 120 nodes: gamma 1.0, eps 0.3, epochs 20" in said.err
 
 
-def test_a_fit_that_ends_at_chance_says_so(plant, tigon, tmp_path):
+def test_sizes_grow_with_the_data():
+    from tigon.graph.cli.fit import GraphFitOptions
+    from tigon.graph.cli.fit import choose_settings as choose_graph
+    from tigon.retrieve.cli.train_options import TrainOptions
+    from tigon.retrieve.cli.train_options import choose_settings as choose_towers
+
+    towers = [choose_towers(TrainOptions(), pairs) for pairs in (100, 10_000, 1_000_000)]
+    assert [one["dim"] for one in towers] == [32, 64, 128]
+    assert [one["batch_size"] for one in towers] == [32, 512, 8192]
+    assert [one["epochs"] for one in towers] == [200, 100, 100]
+    assert "dim" not in choose_towers(TrainOptions(dim=9), 100)
+    graphs = [choose_graph(GraphFitOptions(data="own"), nodes) for nodes in (120, 1_000, 5_000)]
+    assert [(one["hidden"], one["out"]) for one in graphs] == [(64, 32), (256, 128), (1024, 512)]
+    assert choose_graph(GraphFitOptions(data="pubmed", eps=1.0), 19_717) == {
+        "gamma": 0.5, "epochs": 40, "nodes": 200, "hidden": 1024, "out": 512,
+    }  # fmt: skip
+
+
+def test_a_fit_that_ends_at_chance_says_so(plant, here, tmp_path):
     columns, _ = plant.features(1_200, 0)
     columns["click"] = np.random.default_rng(1).integers(2, size=1_200)
     write(tmp_path, train=columns, test=columns)
-    found, said = fit(tigon, tmp_path, "lirank", "--val-split", "request", "--epochs", 3)
+    found, said = fit(here, tmp_path, "lirank", "--val-split", "request", "--epochs", 3)
     (sentence,) = found["warnings"]
     assert "does not tell the ranker from chance: an AUC of 0." in sentence
     assert "--epochs, or a smaller --batch-size" in sentence
-    assert (
-        f"warning: {sentence}" in said.err.replace("\n", " ").replace("  ", " ") or f"warning: {sentence}" in said.err
-    )
+    assert f"warning: {sentence}" in said.err
     assert "…" not in sentence
 
 
 def test_towers_no_better_than_what_is_popular_are_warned_of():
-    from tigon.retrieve.cli.fitting import Fitted, Settings, find_doubts
+    from tigon.retrieve.cli.loop import FitResult, find_doubts
+    from tigon.retrieve.cli.train_options import TrainOptions
 
     rows = [{"epoch": n, "loss": 1.0, "ndcg@20": 0.01 * n} for n in range(1, 9)]
-    fitted = Fitted(None, rows, 8, 8, 1.0, 1.0)
-    worse, better = find_doubts(fitted, Settings(epochs=8), 0.2)
+    fitted = FitResult(None, rows, 8, 8, 1.0, 1.0)
+    worse, better = find_doubts(fitted, TrainOptions(epochs=8), 0.2)
     assert "ndcg@20 0.0800, of the popular 0.2000" in worse
     assert "from 0.0600 to 0.0800 in the last quarter: raise --epochs" in better
-    assert find_doubts(fitted, Settings(epochs=9), 0.01) == []
+    assert find_doubts(fitted, TrainOptions(epochs=9), 0.01) == []
 
 
 def test_embeddings_that_are_one_or_tell_nothing_are_warned_of():
-    from tigon.graph.cli.shared import find_doubts
+    from tigon.graph.cli.fit import find_doubts
 
     apart = torch.eye(8)
     told = {"most": 0.4, "error": 0.02, "val": 0.9, "before": 0.6}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tigon.cli.memory import GIB, Setup, Sides, find_capacity, four_bit_bytes, stored_bytes, verdict
+from tigon.cli.memory import GIB, Sides, StepOptions, find_capacity, four_bit_bytes, stored_bytes, verdict
 from tigon.cli.problem import Problem
 
 pytest.importorskip("transformers")
@@ -39,13 +39,16 @@ def test_int8_takes_a_byte_a_weight():
 
     tiny, weights = find_model("llama-tiny"), {}
     for word in (None, "int8", "nf4"):
-        sides = Sides(tiny, Setup(2, 64, lora=4, precision="bf16-pure", quantize=word))
+        sides = Sides(tiny, StepOptions(batch_size=2, seq_len=64, lora=4, precision="bf16-pure", quantize=word))
         weights[word] = sides.memory().peak.parts["weights"]
     layers = [m for name, m in sides.model.named_modules() if name.endswith("base_layer")]
     assert weights[None] - weights["int8"] == sum(m.weight.numel() - 4 * m.out_features for m in layers) > 0
     assert weights["nf4"] < weights["int8"]
-    bf16, nf4 = (Sides(tiny, Setup(8, 256, lora=4, precision="bf16", quantize=word)) for word in (None, "nf4"))
-    assert "frozen weights in nf4 under bf16 autocast" in nf4.setup.words()
+    bf16, nf4 = (
+        Sides(tiny, StepOptions(batch_size=8, seq_len=256, lora=4, precision="bf16", quantize=word))
+        for word in (None, "nf4")
+    )
+    assert "frozen weights in nf4 under bf16 autocast" in nf4.words
     before, after = (sides.memory().peak.parts for sides in (bf16, nf4))
     assert after["weights"] < before["weights"] / 2
     assert after["optimizer"] == before["optimizer"]

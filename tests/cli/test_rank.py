@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from tigon.cli import Problem  # noqa: E402
-from tigon.rank.cli.score import score  # noqa: E402
+from tigon.rank.cli.fit_options import FitOptions  # noqa: E402
+from tigon.rank.cli.ranker_folder import RankerFolder  # noqa: E402
+from tigon.rank.cli.tables import History, read_tables, should_stream  # noqa: E402
 
 USERS, ITEMS, KINDS, SHOWN = 20, 48, 2, 20
 TINY = ("--device", "cpu", "--width", 16, "--layers", 2, "--heads", 2, "--batch-size", 8, "--lr", 0.02,
@@ -75,17 +78,17 @@ def options(folder):
 
 
 @pytest.fixture(scope="module")
-def run(data, options, tigon, tmp_path_factory):
+def run(data, options, here, tmp_path_factory):
     """A run at its end, and what it said."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    return out, tigon("rank", "fit", *data, *options, "-o", out).ok()
+    return out, here("rank", "fit", *data, *options, "-o", out).ok()
 
 
 def results(output, name="results.json"):
     return json.loads((output / name).read_text())
 
 
-def test_a_run_learns_and_leaves_a_ranker_and_its_results(run, tigon, data):
+def test_a_run_learns_and_leaves_a_ranker_and_its_results(run, here, data):
     out, said = run
     found = results(out)
     assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.8  # 0.92 knows all kinds
@@ -111,19 +114,19 @@ def test_a_run_learns_and_leaves_a_ranker_and_its_results(run, tigon, data):
     assert "auc" in said.out
     assert "like by score" in said.out
     assert "it reads of a request timestamp; of an item item_id, kind; of an impression position\n" in said.err
-    tigon("rank", "fit", *data, "-o", out).problem("holds a run", "--overwrite replaces it")
-    tigon("rank", "fit", "--resume", "-o", out).problem("is at its end")
+    here("rank", "fit", *data, "-o", out).problem("holds a run", "--overwrite replaces it")
+    here("rank", "fit", "--resume", "-o", out).problem("is at its end")
 
 
-def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, tigon, tmp_path):
+def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, here, tmp_path):
     out, _ = run
     same = ("--data", folder / "test.parquet", "--at", 3, "--draws", 20, "--device", "cpu", "-o", tmp_path)
-    shown = json.loads(tigon("rank", "eval", out, *same, "--json").ok().out)
+    shown = json.loads(here("rank", "eval", out, *same, "--json").ok().out)
     assert shown["metrics"] == results(out)["test"]["metrics"]
     assert results(tmp_path, "eval.json") == shown
-    tigon("rank", "eval", out, *same).problem("eval.json is there; --overwrite replaces it")
+    here("rank", "eval", out, *same).problem("eval.json is there; --overwrite replaces it")
     same = (*same, "--overwrite")
-    said = tigon("rank", "eval", out, *same, "--by", "position").ok()
+    said = here("rank", "eval", out, *same, "--by", "position").ok()
     found = results(tmp_path, "eval.json")
     assert list(found["by"]["position"]) == [str(place) for place in range(SHOWN)]
     assert found["metrics"] == shown["metrics"]
@@ -132,22 +135,19 @@ def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, tigon,
     assert len(set(aucs)) > 4
     assert (tmp_path / "eval.png").stat().st_size > 1000
     assert "position" not in said.err
-    tigon("rank", "eval", out, *same, "--by", "place").problem("there is no column 'place'", "position")
-    tigon("rank", "eval", out, "--data", folder / "unlabelled.parquet", "-o", tmp_path / "new").problem("click")
+    here("rank", "eval", out, *same, "--by", "place").problem("there is no column 'place'", "position")
+    here("rank", "eval", out, "--data", folder / "unlabelled.parquet", "-o", tmp_path / "new").problem("click")
 
 
 def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, folder, tmp_path):
-    from tigon.rank.cli.fitting import read_tables
-    from tigon.rank.cli.opened import Opened
-
     shutil.copytree(run[0], tmp_path / "run")
     record = results(run[0], "run.json")
     record["options"]["history"] = ["self"]
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
-    opened = Opened("rank eval", tmp_path / "run", torch.device("cpu"))
+    opened = RankerFolder("rank eval", tmp_path / "run", torch.device("cpu"))
     events = []
     for name, labelled in (("test", True), ("unlabelled", False)):
-        data = opened.read([str(folder / f"{name}.parquet")], [], [], [], labelled=labelled)
+        data = opened.read([str(folder / f"{name}.parquet")], labelled=labelled)
         events.append(data.batch(torch.arange(len(data))).history_offsets.diff())
     trained, user = (
         parquet.read_table(folder / f"{name}.parquet")["user_id"].to_pylist() for name in ("train", "test")
@@ -157,23 +157,21 @@ def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, f
     before = [SHOWN * user[:place].count(one) for place, one in enumerate(user)]
     assert events[0].tolist() == [known.get(one, 0) + more for one, more in zip(user, before, strict=True)]
     assert max(before) > 0
-    given = {**record["options"], "val_fraction": 0, "test": [str(folder / "test.parquet")]}
-    _, val, test = read_tables("rank fit", given)
+    names = ("data", "items", "label")
+    options = FitOptions(
+        **{name: record["options"][name] for name in names}, val_fraction=0, test=[str(folder / "test.parquet")]
+    )
+    _, val, test = read_tables("rank fit", options, 0, History(["self"]))
     assert val is None
     assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
-    # Earlier events besides, of which there are none of these users.
-    other = tmp_path / "other.parquet"
-    parquet.write_table(pa.table({"user_id": ["x"], "item_id": [1000], "timestamp": [1], "click": [1]}), other)
-    _, _, test = read_tables("rank fit", {**given, "history": ["self", str(other)]})
-    assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
 
 
-def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
+def test_scores_are_one_table_in_every_format(run, folder, here, tmp_path):
     out, _ = run
     tables = {}
     for suffix in ("parquet", "csv", "jsonl"):
         file = tmp_path / f"scores.{suffix}"
-        said = tigon("rank", "score", out, "--data", folder / "unlabelled.parquet", "--batch-size", 3, "-o", file,
+        said = here("rank", "score", out, "--data", folder / "unlabelled.parquet", "--batch-size", 3, "-o", file,
                      "--device", "cpu").ok()  # fmt: skip
         assert "320 rows of 16 requests" in said.out
         rows = {"parquet": parquet.read_table, "csv": csv.read_csv}.get(suffix)
@@ -199,7 +197,7 @@ def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
                          "item_id": [None] * SHOWN + [row["item_id"] for row in given[SHOWN:]]})  # fmt: skip
     parquet.write_table(nameless, tmp_path / "nameless.parquet")
     one = ("--data", tmp_path / "nameless.parquet", "--batch-size", 1, "-o", tmp_path / "one.parquet")
-    tigon("rank", "score", out, *one, "--device", "cpu").ok()
+    here("rank", "score", out, *one, "--device", "cpu").ok()
     assert parquet.read_table(tmp_path / "one.parquet")["item_id"].to_pylist() == nameless["item_id"].to_pylist()
     (tmp_path / "folder.csv").mkdir()
     for wrong, words in (
@@ -207,13 +205,12 @@ def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
         (tmp_path / "folder.csv", "--output must be a file, got the folder"),
         (tmp_path / "scores.txt", "--output must end in .parquet, .csv, .jsonl"),
     ):
-        with pytest.raises(Problem, match=words):
-            score(out, [str(folder / "unlabelled.parquet")], wrong)
+        here("rank", "score", out, "--data", folder / "unlabelled.parquet", "-o", wrong).problem(words)
 
 
-def test_inspect_counts_parameters_and_a_request(run, tigon):
+def test_inspect_counts_parameters_and_a_request(run, here):
     out, _ = run
-    found = json.loads(tigon("rank", "inspect", out, "--json", "--device", "cpu").ok().out)
+    found = json.loads(here("rank", "inspect", out, "--json", "--device", "cpu").ok().out)
     weights = load_file(out / "model" / "model.safetensors")
     assert sum(found["parameters"].values()) == sum(value.numel() for value in weights.values())
     assert found["kind"] == "ligr"
@@ -224,20 +221,9 @@ def test_inspect_counts_parameters_and_a_request(run, tigon):
     assert found["request"]["events"] > 10
     # 12 products of width × width a token of each of two layers, at least.
     assert found["request"]["MFLOP"] * 1e6 > 2 * 2 * 12 * 16**2 * found["request"]["tokens"]
-    shown = tigon("rank", "inspect", out, "--device", "cpu").ok().out
+    shown = here("rank", "inspect", out, "--device", "cpu").ok().out
     assert "item_id" in shown
     assert "MFLOP" in shown
-
-
-def test_inspect_of_a_table_says_what_it_holds(folder, tigon, tmp_path):
-    table, more = folder / "train.parquet", ("--label", "like=stars>=4", "--history", folder / "events.parquet")
-    found = json.loads(tigon("rank", "inspect", table, *more, "--json", "-o", tmp_path / "schema.json").ok().out)
-    assert (found["requests"], found["rows"]) == (100, 2000)
-    assert 0.3 < found["labels"]["like"] < 0.7
-    roles = json.loads((tmp_path / "schema.json").read_text())["roles"]
-    assert (roles["request"], roles["labels"]) == ("session_id", ["like=stars>=4"])
-    assert "2,000 rows" in tigon("rank", "inspect", table).ok().out
-    tigon("rank", "inspect", table, "--user", "usr_id").problem("there is no column 'usr_id'", "user_id")
 
 
 def ends_as(out, run):
@@ -247,17 +233,12 @@ def ends_as(out, run):
     assert all(results(out)[name] == results(run[0])[name] for name in ("history", "best_step", "validation", "test"))
 
 
-def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
-    from tigon.cli.kept_runs import make_room
-    from tigon.cli.problem import Problem, seeds_of
-    from tigon.rank.cli.opened import Opened
-    from tigon.rank.cli.seeds import folders_of
-
+def test_several_seeds_are_runs_beside_each_other(folder, here, tmp_path):
     out = tmp_path / "runs"
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = ("--test", folder / "test.parquet", "--epochs", 1, "--draws", 0, "--val-split", "request",
                "--val-fraction", 0.5, *TINY, "--no-save-priors", "--layers", 1)  # fmt: skip
-    said = tigon("rank", "fit", *data, *options, "--seed", "3,1,3", "-o", out).ok()
+    said = here("rank", "fit", *data, *options, "--seed", "3,1,3", "-o", out).ok()
     found = results(out)
     assert [row["seed"] for row in found["seeds"]] == [3, 1]
     own = [results(out / f"seed-{seed}")["test"]["metrics"]["click"]["auc"]["value"] for seed in (3, 1)]
@@ -271,14 +252,13 @@ def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
     assert [results(out / f"seed-{seed}", "run.json")["options"]["split_seed"] for seed in (3, 1)] == [3, 3]
 
     same = ("--data", folder / "test.parquet", "--draws", 0, "--device", "cpu", "--json")
-    shown = json.loads(tigon("rank", "eval", out, *same).ok().out)
+    shown = json.loads(here("rank", "eval", out, *same).ok().out)
     assert shown["summary"] == found["summary"]["test"]
     assert [row["seed"] for row in shown["seeds"]] == [3, 1]
     assert (out / "eval.png").stat().st_size > 1000
     with pytest.raises(Problem, match=r"rank score: .* holds runs of the seeds 3, 1; name one of them, .*seed-3"):
-        Opened("rank score", out, torch.device("cpu"))
-    with pytest.raises(Problem, match=r"--seed must be integers from 0 to 10\*\*9, separated by commas, got 1,x"):
-        seeds_of("rank fit", "1,x")
+        RankerFolder("rank score", out, torch.device("cpu"))
+    here("rank", "fit", *data, "--seed", "1,x").problem("--seed must be integers from 0 to 10**9", "got 1,x")
 
     # A seed that was cut goes on, and what is done stays.
     record = results(out, "run.json")
@@ -286,57 +266,51 @@ def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
     (out / "run.json").write_text(json.dumps(record))
     shutil.rmtree(out / "seed-1")
     kept = (out / "seed-3" / "results.json").stat().st_mtime_ns
-    tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
+    here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
     assert results(out)["summary"] == found["summary"]
     assert (out / "seed-3" / "results.json").stat().st_mtime_ns == kept
-    make_room("rank fit", out, tuple(folder.name for folder in folders_of(out).values()), overwrite=True)
+    here("rank", "fit", *data, *options, "--overwrite", "--seed", 1, "-o", out).ok()
     assert not list(out.glob("seed-*"))
 
 
-def test_impressions_by_row_groups(folder, tigon, tmp_path, monkeypatch):
-    from tigon.rank.cli import streaming
+def test_impressions_by_row_groups(folder, here, tmp_path, monkeypatch):
+    import psutil
 
     table = parquet.read_table(folder / "test.parquet")
     parquet.write_table(table, tmp_path / "shown.parquet", row_group_size=45)  # requests of 20: in the last none begins
     data = ("--data", tmp_path / "shown.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-save-priors", *TINY, "--layers", 1)
     out = tmp_path / "run"
-    said = tigon("rank", "fit", *data, *options, "-o", out).ok()
+    said = here("rank", "fit", *data, *options, "-o", out).ok()
     assert "12 requests, 4 to validate on" in said.err
     assert "from 7 row groups, 1 MiB at a time" in said.err
     assert results(out)["validation"]["rows"] == 4 * SHOWN
     assert results(out)["steps"] == 2
     wrong = ("--data", tmp_path / "shown.parquet", "--history", "self", "--label", "click", "--stream", "-o", out)
-    tigon("rank", "fit", *wrong, "--overwrite").problem("--history must be a table of events, not the impressions")
+    here("rank", "fit", *wrong, "--overwrite").problem("--history must be a table of events, not the impressions")
 
-    given = {"data": [str(tmp_path / "shown.parquet")], "history": [], "stream": None}
-    assert not streaming.streamed(given)
-    monkeypatch.setattr(streaming, "available", lambda: 20_000)
-    assert streaming.streamed(given)
-    assert not streaming.streamed({**given, "stream": False})
-    assert not streaming.streamed({**given, "history": ["self"]})
-    assert not streaming.streamed({**given, "data": [str(tmp_path / "none.csv")]})
+    shown = [str(tmp_path / "shown.parquet")]
+    assert not should_stream(shown, [])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20_000))
+    assert should_stream(shown, [])
+    assert not should_stream(shown, ["self"])
+    assert not should_stream([str(tmp_path / "none.csv")], [])
 
 
-@pytest.mark.parametrize("cut", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
-def test_a_run_that_was_cut_goes_on_to_the_same_weights(cut, run, data, options, tigon, start, tmp_path):
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(run, data, options, here, start, tmp_path):
     out = tmp_path / "run"
     process = start("rank", "fit", *data, *options, "-o", out)
     end = time.monotonic() + 120
     while not list(out.glob("checkpoint-*")) and time.monotonic() < end:
         time.sleep(0.005)
-    process.send_signal(cut)
-    _, said = process.communicate()
-    if cut == signal.SIGINT:
-        assert process.returncode == 130, said
-        assert f"with a checkpoint; go on by: tigon rank fit --resume --output {out}" in said
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
     assert not (out / "model").exists()
-    again = tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
-    assert "from step" in again.err
+    assert "from step" in here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok().err
     ends_as(out, run)
 
 
-def test_a_full_disk_loses_no_checkpoint(run, data, options, tigon, tmp_path):
+def test_a_full_disk_loses_no_checkpoint(run, data, options, tigon, here, tmp_path):
     """After the first evaluation a checkpoint has the best weights, too: too large for this disk."""
     out = tmp_path / "run"
     said = tigon("rank", "fit", *data, *options, "-o", out, limit=180_000)
@@ -344,40 +318,40 @@ def test_a_full_disk_loses_no_checkpoint(run, data, options, tigon, tmp_path):
     assert "the disk is full" in said.err.splitlines()[-1]
     assert "what was written before is intact" in said.err.splitlines()[-1]
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
-    assert "from step 12" in tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok().err
+    assert "from step 12" in here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok().err
     ends_as(out, run)
 
 
-def test_the_next_item_among_all_and_programs_of_the_ranker(folder, tigon, tmp_path):
+def test_the_next_item_among_all_and_programs_of_the_ranker(folder, here, tmp_path):
     out = tmp_path / "run"
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = (*TINY, "--layers", 1, "--epochs", 1, "--val-split", "request", "--val-fraction", 0.5, "--draws", 5)
-    said = tigon("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
+    said = here("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
     assert "it reads of an event item_id\n" in said.err  # nothing of the request, which comes after them
     metrics = results(out)["validation"]["metrics"]["next item"]
     assert {"mrr", "ndcg@10", "hr@10"} <= set(metrics)
     assert 0 < metrics["mrr"]["value"] < 1
     same = ("--data", folder / "test.parquet", "--json", "-o", tmp_path, "--device", "cpu")
-    assert list(json.loads(tigon("rank", "eval", out, *same).ok().out)["metrics"]) == ["next item"]
-    programs = tigon("rank", "export", out, "-o", tmp_path / "programs").ok().out.split()
+    assert list(json.loads(here("rank", "eval", out, *same).ok().out)["metrics"]) == ["next item"]
+    programs = here("rank", "export", out, "-o", tmp_path / "programs").ok().out.split()
     assert len(programs) == 2
     assert all(len(torch.export.load(file).graph.nodes) > 20 for file in programs)
-    onnx = tigon("rank", "export", out, "--to", "onnx", "-o", tmp_path / "onnx")
+    onnx = here("rank", "export", out, "--to", "onnx", "-o", tmp_path / "onnx")
     if importlib.util.find_spec("onnx") is None:
         onnx.problem("tigon rank export --to onnx needs onnx, onnxscript")
     else:
         assert [file.rpartition("/")[2] for file in onnx.ok().out.split()] == ["encode.onnx", "score.onnx"]
-    sglang = tigon("rank", "export", out, "--to", "sglang", "-o", tmp_path / "sglang")
+    sglang = here("rank", "export", out, "--to", "sglang", "-o", tmp_path / "sglang")
     sglang.problem("--to sglang is for rankers by prompts", "a LiGR goes to torch-export or onnx")
-    wrong = tigon("rank", "export", out, "--to", "tflite")
+    wrong = here("rank", "export", out, "--to", "tflite")
     wrong.problem("--to must be one of torch-export, onnx, sglang, got tflite")
 
 
-def test_the_next_item_without_labels_and_the_log_of_every_step(folder, tigon, tmp_path):
+def test_the_next_item_without_labels_and_the_log_of_every_step(folder, here, tmp_path):
     out, unlabelled = tmp_path / "run", folder / "unlabelled.parquet"
     options = ("--objective", "next-item", "--history", "self", "--val-fraction", 0, "--log-every", 3)
     test = ("--test", unlabelled, "--draws", 0)
-    tigon("rank", "fit", "--data", unlabelled, *options, *test, *TINY, "--layers", 1, "--epochs", 2, "-o", out).ok()
+    here("rank", "fit", "--data", unlabelled, *options, *test, *TINY, "--layers", 1, "--epochs", 2, "-o", out).ok()
     found = results(out)
     assert found["steps"] == 4
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
@@ -417,52 +391,46 @@ def test_the_next_item_without_labels_and_the_log_of_every_step(folder, tigon, t
         (("--resume",), ("there is no run in", "to resume")),
     ],
 )
-def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path):
+def test_what_is_wrong_is_one_sentence(arguments, words, folder, here, tmp_path):
     names = {"train": folder / "train.parquet", "items": folder / "items.parquet"}
-    said = tigon(
-        "rank", "fit", *(word.format(**names) for word in arguments), "-o", "x", "--device", "cpu", cwd=tmp_path
-    )
-    line = [line for line in said.err.splitlines() if line.startswith("tigon: ")]
-    assert said.code == 2, said.err
-    assert "Traceback" not in said.err
-    assert len(line) == 1
-    assert all(word in line[0] for word in words), said.err
+    arguments = [word.format(**names) for word in arguments]
+    here("rank", "fit", *arguments, "-o", "x", "--device", "cpu", cwd=tmp_path).refused(*words)
     assert not (tmp_path / "x").exists()
 
 
-def test_files_of_others_and_data_that_changed(folder, data, tigon, tmp_path):
+def test_files_of_others_and_data_that_changed(folder, data, tigon, here, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    tigon("rank", "fit", *data, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
+    here("rank", "fit", *data, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
     assert (tmp_path / "mine.txt").read_text() == "mine"
     out, own = tmp_path / "run", tmp_path / "train.parquet"
     shutil.copyfile(folder / "test.parquet", own)
     assert tigon("rank", "fit", "--data", own, "--label", "click", *TINY, "-o", out, limit=20_000).code == 2
     shutil.copyfile(folder / "train.parquet", own)
-    tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("is not what the run in", "was trained on")
-    tigon("rank", "eval", out, "--data", own).problem("is not at its end", "--resume")
-    tigon("rank", "eval", tmp_path, "--data", own).problem("holds no ranker")
+    here("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("is not what the run in", "was trained on")
+    here("rank", "eval", out, "--data", own).problem("is not at its end", "--resume")
+    here("rank", "eval", tmp_path, "--data", own).problem("holds no ranker")
 
 
-def test_nothing_is_overwritten_unasked(run, folder, tigon, tmp_path):
+def test_nothing_is_overwritten_unasked(run, folder, here, tmp_path):
     out, _ = run
     data = shutil.copy(folder / "test.parquet", tmp_path / "t.parquet")
     score = ("rank", "score", out, "--data", data, "--device", "cpu", "-o")
     before = data.read_bytes()
-    tigon(*score, data, "--overwrite").problem("is among the files that are read")
+    here(*score, data, "--overwrite").problem("is among the files that are read")
     (tmp_path / "link.parquet").symlink_to(data)
-    tigon(*score, tmp_path / "link.parquet", "--overwrite").problem("is among the files that are read")
+    here(*score, tmp_path / "link.parquet", "--overwrite").problem("is among the files that are read")
     assert data.read_bytes() == before
     schema = tmp_path / "schema.json"
     schema.write_text("mine")
-    tigon("rank", "inspect", data, "--output", schema).problem("is there; --overwrite replaces it")
-    tigon("rank", "inspect", data, "--output", data, "--overwrite").problem("--output must end in .json")
+    here("rank", "inspect", data, "--output", schema).problem("is there; --overwrite replaces it")
+    here("rank", "inspect", data, "--output", data, "--overwrite").problem("--output must end in .json")
     assert schema.read_text() == "mine"
-    tigon("rank", "inspect", data, "--output", schema, "--overwrite").ok()
+    here("rank", "inspect", data, "--output", schema, "--overwrite").ok()
     assert json.loads(schema.read_text())["roles"]["item"] == "item_id"
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
     for folder_of_mine in (mine, tmp_path):
-        tigon("rank", "export", out, "-o", folder_of_mine, "--overwrite").problem("holds files of another kind")
-    tigon("rank", "export", out, "-o", out, "--overwrite").problem("which is read")
+        here("rank", "export", out, "-o", folder_of_mine, "--overwrite").problem("holds files of another kind")
+    here("rank", "export", out, "-o", out, "--overwrite").problem("which is read")
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]

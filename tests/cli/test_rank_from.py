@@ -32,9 +32,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def first(folder, tigon, tmp_path_factory):
+def first(folder, here, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "first"
-    tigon("rank", "fit", "--data", folder / "first.csv", "-o", out, *TINY, *MODEL).ok()
+    here("rank", "fit", "--data", folder / "first.csv", "-o", out, *TINY, *MODEL).ok()
     return out
 
 
@@ -43,14 +43,14 @@ def anchors(run):
     return {key.split(".", 1)[0] for key in found}, found
 
 
-def test_runs_go_on_from_each_other(folder, first, tigon, tmp_path):
+def test_runs_go_on_from_each_other(folder, first, here, tmp_path):
     assert anchors(first)[0] == {"0"}
     second, third = tmp_path / "second", tmp_path / "third"
-    said = tigon(
+    said = here(
         "rank", "fit", "--from", first, "--data", folder / "second.csv", "-o", second, "--prior-strength", 0.5, *TINY
     )
     assert "lirank of" in said.ok().err
-    tigon("rank", "fit", "--from", second, "--data", folder / "third.csv", "-o", third, *TINY).ok()
+    here("rank", "fit", "--from", second, "--data", folder / "third.csv", "-o", third, *TINY).ok()
     fields = [json.loads((run / "model" / "schema.json").read_text())["fields"] for run in (first, second, third)]
     vocabs = [one["banner"]["vocab"] for one in fields]
     assert [len(v) for v in vocabs] == [6, 8, 10]
@@ -64,25 +64,25 @@ def test_runs_go_on_from_each_other(folder, first, tigon, tmp_path):
     assert json.loads((third / "results.json").read_text())["options"]["from_run"] == str(second / "model")
 
 
-def test_scores_explore(folder, first, tigon, tmp_path):
+def test_scores_explore(folder, first, here, tmp_path):
     found = {}
     drawn = ("--explore", 1, "--seed", 4)
     other = ("--explore", 1, "--seed", 5, "--batch-size", 7)
     for name, more in (("plain", ()), ("drawn", drawn), ("other", other)):
-        tigon("rank", "score", first, "--data", folder / "first.csv", "-o", tmp_path / f"{name}.csv", *more).ok()
+        here("rank", "score", first, "--data", folder / "first.csv", "-o", tmp_path / f"{name}.csv", *more).ok()
         found[name] = csv.read_csv(tmp_path / f"{name}.csv")["score"].to_numpy()
     assert abs(found["drawn"] - found["plain"]).mean() > 0.005
     assert abs(found["drawn"] - found["other"]).mean() > 0.005
 
 
-def test_sentences(folder, first, tigon, tmp_path):
+def test_sentences(folder, first, here, tmp_path):
     data = ("--data", folder / "second.csv", *TINY)
     out = ("-o", tmp_path / "out")
 
     def refused(*words, options=(), out=out):
-        tigon("rank", "fit", "--from", first, *data, *out, *options).problem(*words)
+        here("rank", "fit", "--from", first, *data, *out, *options).problem(*words)
 
-    tigon("rank", "fit", "--from", tmp_path, *data, *out).problem("--from must be the folder of a ranker")
+    here("rank", "fit", "--from", tmp_path, *data, *out).problem("--from must be the folder of a ranker")
     refused("--output must be another folder than --from", out=("-o", first))
     refused("--from has a ranker with its own --mlp", options=("--mlp", "4"))
     refused("--from has the columns already, got --user", options=("--user", "visitor"))
@@ -99,11 +99,11 @@ def test_sentences(folder, first, tigon, tmp_path):
     (tmp_path / "kept").rename(first / "model" / "priors.safetensors")
     softmax = ("-o", tmp_path / "out", *TINY, *MODEL, "--loss", "softmax")
     fit = ("rank", "fit", "--data", folder / "first.csv")
-    tigon(*fit, *softmax, "--save-priors").problem("--save-priors needs --loss bce of impressions, got softmax")
+    here(*fit, *softmax, "--save-priors").problem("--save-priors needs --loss bce of impressions, got softmax")
     for name, more in (("without", ("--no-save-priors",)), ("rows", ("--table-optimizer", "row-adagrad"))):
-        tigon(*fit, "-o", tmp_path / name, *TINY, *MODEL, *more).ok()
+        here(*fit, "-o", tmp_path / name, *TINY, *MODEL, *more).ok()
         assert (tmp_path / name / "model" / "explorer.safetensors").is_file()
         assert not (tmp_path / name / "model" / "priors.safetensors").exists()
     (first / "model" / "explorer.safetensors").unlink()
-    said = tigon("rank", "score", first, "--data", folder / "first.csv", "-o", tmp_path / "s.csv", "--explore", 1)
+    said = here("rank", "score", first, "--data", folder / "first.csv", "-o", tmp_path / "s.csv", "--explore", 1)
     said.problem("--explore needs explorer.safetensors")

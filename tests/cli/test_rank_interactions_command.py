@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ import pyarrow.csv as csv  # noqa: E402
 
 from tigon import rank  # noqa: E402
 from tigon.cli.problem import Problem  # noqa: E402
-from tigon.rank.cli.interactions import interactions  # noqa: E402
-from tigon.rank.cli.opened import Opened  # noqa: E402
+from tigon.rank.cli.interactions import InteractionsOptions, interactions  # noqa: E402
 
 LABELS = ["score", "long = share >= 2"]
 FIELDS = {
@@ -52,9 +50,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(folder, tigon, tmp_path_factory):
+def run(folder, here, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
-    said = tigon(
+    said = here(
         "rank", "fit", "--data", folder / "train.csv", "--schema", folder / "schema.json", "--model", "lirank",
         "--width", 4, "--layers", 1, "--rank", 2, "--mlp", "8", "--epochs", 1, "--batch-size", 20, "--draws", 0,
         "--device", "cpu", "-o", out,
@@ -72,12 +70,7 @@ def test_a_fit_warns_of_what_tells_a_label_and_of_missing_values(run):
     assert all(found[label]["auc"]["value"] == found[label]["auc"]["value"] for label in ("score", "long"))
 
 
-def test_inspecting_the_table_warns_too(folder, tigon):
-    said = tigon("rank", "inspect", folder / "train.csv", "--label", "score", "--request", "visit").ok()
-    assert "Field 'watched' alone tells label 'score'" in said.out
-
-
-def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, tigon, tmp_path):
+def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, here, tmp_path):
     out, _ = run
     rows = drawn()
     for keep, columns in (
@@ -87,7 +80,7 @@ def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, tigon, tm
         file = tmp_path / f"{len(keep)}.csv"
         options = [word for name in keep for word in ("--keep", name)]
         score = ("rank", "score", out, "--data", folder / "train.csv", "--device", "cpu", *options)
-        said = tigon(*score, "-o", file).ok()
+        said = here(*score, "-o", file).ok()
         found = csv.read_csv(file)
         assert found.column_names == columns
         assert "note: 'score' of the labels is written as 'label_score'" in said.err
@@ -101,27 +94,27 @@ def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, tigon, tm
     assert np.array(found["data_score"]).tolist() == rows["score"][row].tolist()
     total = np.array(found["label_score"]) + np.array(found["long"])
     np.testing.assert_allclose(np.array(found["score"]), total, atol=1e-6)
-    tigon(*score, "--keep", "contry", "-o", tmp_path / "x.csv").problem("there is no column 'contry'", "country")
+    here(*score, "--keep", "contry", "-o", tmp_path / "x.csv").problem("there is no column 'contry'", "country")
 
 
-def test_interactions_of_a_run(run, folder, tigon, tmp_path, capsys):
+def test_interactions_of_a_run(run, folder, here, tmp_path, capsys):
     out, _ = run
     schema = tmp_path / "new" / "next.json"
     command = ("rank", "interactions", out, "--device", "cpu")
     written = ("--as-crosses", schema, "--crosses", 2, "--hash-rows", 500)
-    said = tigon(*command, "--top", 3, *written).ok()
+    said = here(*command, "--top", 3, *written).ok()
     assert "3 of 6 sets" in said.out
     assert "note: Field 'site' is left out: it is the same in all rows." in said.err
     data = rank.Impressions.read(folder / "train.csv", schema=rank.Schema.load(schema))
     made = [name for name, field in data.schema.fields.items() if field.kind == "Cross"]
     assert [data.schema.fields[name].hash_rows for name in made] == [500, 500]
-    found = json.loads(tigon(*command, "--pairs", "--json").ok().out)
+    found = json.loads(here(*command, "--pairs", "--json").ok().out)
     assert [" × ".join(one["features"]) for one in found["interactions"][:2]] == made
     assert (found["order"], found["sets"]) == (2, 6)
     assert set(found["fields"]) == {"banner", "size", "country", "watched"}
     assert sum(one["share"] for one in found["interactions"]) == pytest.approx(1)
     assert f"tigon rank fit --schema {schema} fits with it" in said.out
-    tigon(*command, *written).problem(f"--as-crosses {schema} is there; --overwrite replaces it")
+    here(*command, *written).problem(f"--as-crosses {schema} is there; --overwrite replaces it")
     with pytest.raises(Problem, match=r"--as-crosses .*next.json is there; --overwrite replaces it"):
         called(out, as_crosses=schema)
     capsys.readouterr()
@@ -150,15 +143,10 @@ def test_bad_options(run, options, said):
 
 def called(run, **options):
     given = {name: Path(value) if name == "as_crosses" else value for name, value in options.items()}
-    given = {
-        "data": None, "label": None, "top": 20, "pairs": False, "order": None, "method": "persistence",
-        "as_crosses": None, "crosses": 5, "hash_rows": 100, "seed": 0, "device": "cpu",
-        "overwrite": False, "json": False, **given,
-    }  # fmt: skip
-    interactions(run, **given)
+    interactions(InteractionsOptions(run=run, hash_rows=100, device="cpu", **given))
 
 
-def test_other_rankers_have_none(run, folder, tmp_path):
+def test_other_rankers_have_none(run, tmp_path):
     schema = rank.Schema(rank.Roles("banner", labels="score"), {"banner": rank.Id(side="item", vocab=(1, 2))})
     rank.LiGR(schema, rank.LiGRConfig(8, 1)).save_pretrained(tmp_path / "ligr")
     with pytest.raises(Problem, match="is for --model lirank, whose MLP reads the fields of a row, got a LiGR"):
@@ -167,23 +155,3 @@ def test_other_rankers_have_none(run, folder, tmp_path):
     rank.LiRank(plain.schema, rank.LiRankConfig(4, mlp=())).save_pretrained(tmp_path / "linear")
     with pytest.raises(Problem, match="--data must name rows that say how far the fields of"):
         called(tmp_path / "linear")
-    with pytest.raises(Problem, match="ranker must have an MLP over its fields, by --mlp, got one without"):
-        called(tmp_path / "linear", data=[str(folder / "train.csv")])
-    one = rank.Schema({"labels": LABELS}, {"country": rank.Id(vocab=("at", "be")), "site": rank.Id(vocab=("one",))})
-    rank.LiRank(one, rank.LiRankConfig(4)).save_pretrained(tmp_path / "one")
-    with pytest.raises(Problem, match=r"there must be two fields that vary, got 1 .site: it is the same in all rows"):
-        called(tmp_path / "one", data=[str(folder / "train.csv")])
-
-
-def test_tasks_of_more_than_two_answers_are_named():
-    def opened(**tasks):
-        ranker = SimpleNamespace(prompt=SimpleNamespace(tasks={n: SimpleNamespace(values=v) for n, v in tasks.items()}))
-        return SimpleNamespace(by_prompt=True, command="rank eval", ranker=ranker)
-
-    notes = []
-    Opened.check_binary(opened(like=[1.0, 0.0]), notes)
-    assert notes == []
-    Opened.check_binary(opened(like=[1.0, 0.0], stars=[1.0, 2.0, 3.0]), notes)
-    assert notes[0].startswith("stars: left out, since metrics are of two answers, of the values 1 and 0")
-    with pytest.raises(Problem, match="rank eval: none of the tasks stars can be measured: metrics are of two answers"):
-        Opened.check_binary(opened(stars=[1.0, 2.0, 3.0]), notes)

@@ -44,13 +44,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def study(folder, tigon, tmp_path_factory):
+def study(folder, here, tmp_path_factory):
     out = tmp_path_factory.mktemp("studies") / "study"
     data = ("--data", folder / "train.csv", "--test", folder / "test.csv", "--label", "click")
-    return out, tigon("rank", "search", *data, *TINY, "--trials", 3, "--best", 1, "--plot", "-o", out).ok()
+    return out, here("rank", "search", *data, *TINY, "--trials", 3, "--best", 1, "--plot", "-o", out).ok()
 
 
-def test_a_study_leaves_a_ranker_and_its_blocks(study, folder, tigon, tmp_path):
+def test_a_study_leaves_a_ranker_and_its_blocks(study, folder, here, tmp_path):
     out, said = study
     found = json.loads((out / "results.json").read_text())
     assert (found["trials"], found["failed"], len(found["refitted"]), len(found["history"])) == (3, 0, 1, 3)
@@ -63,40 +63,40 @@ def test_a_study_leaves_a_ranker_and_its_blocks(study, folder, tigon, tmp_path):
     assert (out / "search.png").stat().st_size > 5000
     ranker = out / "refits" / f"trial-{first['trial']}"
     measured = json.loads(
-        tigon("rank", "eval", ranker, "--data", folder / "test.csv", "--device", "cpu", "--draws", 0, "-o", tmp_path,
+        here("rank", "eval", ranker, "--data", folder / "test.csv", "--device", "cpu", "--draws", 0, "-o", tmp_path,
               "--json").ok().out
     )  # fmt: skip
     assert measured["metrics"]["click"]["log_loss"]["value"] == pytest.approx(first["test"]["log_loss"], rel=1e-5)
     fitted = ("--model", "lirank", "--schema", out / "schema.json", "--blocks", out / "blocks.json", "--norm", "layer")
     fit = ("rank", "fit", "--data", folder / "train.csv", "--device", "cpu", "--width", 4, "--epochs", 1, "--draws", 0)
-    tigon(*fit, *fitted, "-o", tmp_path / "run").ok()
+    here(*fit, *fitted, "-o", tmp_path / "run").ok()
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert (config["blocks"], config["norm"], config["width"]) == (first["blocks"], "layer", 4)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["options"]["blocks"] == first["blocks"]  # a run goes on without the file
-    tigon(*fit, *fitted, "--cross", "dcn", "-o", tmp_path / "no").problem("--cross is not for --blocks")
+    here(*fit, *fitted, "--cross", "dcn", "-o", tmp_path / "no").problem("--cross is not for --blocks")
     (tmp_path / "bad.json").write_text('[{"kind": "mlp", "width": 4, "inputs": [1]}]')
     bad = ("--model", "lirank", "--blocks", tmp_path / "bad.json")
-    tigon(*fit, *bad, "-o", tmp_path / "no").problem("block 1, mlp, is the first and can read the features alone")
+    here(*fit, *bad, "-o", tmp_path / "no").problem("block 1, mlp, is the first and can read the features alone")
 
 
-def test_a_study_goes_on_where_there_is_more_to_do(study, folder, tigon, tmp_path):
+def test_a_study_goes_on_where_there_is_more_to_do(study, folder, here, tmp_path):
     out = tmp_path / "study"
     shutil.copytree(study[0], out)
     search = ("rank", "search", "--data", folder / "train.csv", *TINY, "-o", out)
     clicks = (*search, "--label", "click", "--best", 1)
-    tigon(*clicks, "--trials", 3).problem("has 3 trials and 1 fits on all rows already; --trials above 3 goes on")
-    tigon(*search, "--label", "bought", "--trials", 4).problem("begun with labels click, and now there is bought")
+    here(*clicks, "--trials", 3).problem("has 3 trials and 1 fits on all rows already; --trials above 3 goes on")
+    here(*search, "--label", "bought", "--trials", 4).problem("begun with labels click, and now there is bought")
     other = ("rank", "search", "--data", folder / "test.csv", *TINY, "-o", out, "--label", "click", "--trials", 4)
-    tigon(*other).problem("begun with training data 270 requests", "and now there is 90 requests")
-    tigon(*clicks, "--trials", 4).ok()
+    here(*other).problem("begun with training data 270 requests", "and now there is 90 requests")
+    here(*clicks, "--trials", 4).ok()
     assert json.loads((out / "results.json").read_text())["trials"] == 4
-    tigon(*clicks, "--trials", 2, "--overwrite").ok()
+    here(*clicks, "--trials", 2, "--overwrite").ok()
     assert json.loads((out / "results.json").read_text())["trials"] == 2
     assert count_trials(out) == 2
 
 
-def test_ctrl_c_keeps_the_trials(folder, forks, tigon, tmp_path):
+def test_ctrl_c_keeps_the_trials(folder, forks, here, tmp_path):
     from command import environment
 
     search = ["rank", "search", "--data", folder / "train.csv", "--label", "click", *TINY, "--best", 0, "-o", tmp_path]
@@ -109,18 +109,18 @@ def test_ctrl_c_keeps_the_trials(folder, forks, tigon, tmp_path):
     assert run.returncode == 130, run.stderr
     assert "trials, which are kept; the same command goes on" in run.stderr.splitlines()[-1]
     done = count_trials(tmp_path)
-    said = tigon(*search, "--trials", 2).ok()
+    said = here(*search, "--trials", 2).ok()
     assert "log loss" in said.out
     assert count_trials(tmp_path) == done  # there were enough
 
 
-def test_what_cannot_be_searched_is_said_in_a_sentence(folder, tigon, tmp_path):
+def test_what_cannot_be_searched_is_said_in_a_sentence(folder, here, tmp_path):
     search = ("rank", "search", "--data", folder / "train.csv", "--label", "click", "-o", tmp_path / "study")
     for words, *said in (
         (("--most", 0), "--most must be from 1 to 7 blocks, got 0: without a block no path leads"),
         (("--kinds", ","), "--kinds must name one of mlp", "no path leads from the features to the towers"),
     ):
-        tigon(*search, *words).problem("rank search", *said)
+        here(*search, *words).problem("rank search", *said)
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "mine.txt").write_text("mine")
-    tigon(*search).problem("holds files that no study wrote")
+    here(*search).problem("holds files that no study wrote")

@@ -46,9 +46,9 @@ def results(output):
     return json.loads((output / "results.json").read_text())
 
 
-def test_a_run_finds_the_groups_and_its_index_is_searched(folder, tigon, tmp_path):
+def test_a_run_finds_the_groups_and_its_index_is_searched(folder, here, tmp_path):
     out = tmp_path / "run"
-    shown = tigon("retrieve", "train", folder, *SMALL, "--epochs", 8, "--seed", "0,3", "-k", "5,20", "-o", out).ok()
+    shown = here("retrieve", "train", folder, *SMALL, "--epochs", 8, "--seed", "0,3", "-k", "5,20", "-o", out).ok()
     assert "recall@20" in shown.out
     found = results(out)
     assert [row["seed"] for row in found["seeds"]] == [0, 3]
@@ -59,12 +59,12 @@ def test_a_run_finds_the_groups_and_its_index_is_searched(folder, tigon, tmp_pat
     assert (out / "recall.png").stat().st_size > 1000
     assert not list(out.glob("checkpoint-*"))
     search = ("retrieve", "search", out / "items.index", "--vectors", out / "users.npy", "-k", 10, "--json")
-    rows = [json.loads(line) for line in tigon(*search).ok().out.splitlines()]
+    rows = [json.loads(line) for line in here(*search).ok().out.splitlines()]
     assert len(rows) == 10 * USERS
     assert np.mean([row["id"] % GROUPS == row["query"] % GROUPS for row in rows]) > 0.9
-    tigon("retrieve", "train", folder, "-o", out).problem("holds a run", "--overwrite replaces it")
-    tigon("retrieve", "train", "--resume", "-o", out).problem("is at its end")
-    tigon("retrieve", "train", folder, *SMALL, "--epochs", 1, "-o", out, "--overwrite", "--val-split", "block").ok()
+    here("retrieve", "train", folder, "-o", out).problem("holds a run", "--overwrite replaces it")
+    here("retrieve", "train", "--resume", "-o", out).problem("is at its end")
+    here("retrieve", "train", folder, *SMALL, "--epochs", 1, "-o", out, "--overwrite", "--val-split", "block").ok()
     assert len(results(out)["seeds"]) == 1
 
 
@@ -89,13 +89,14 @@ def test_the_pairs_of_a_step_are_left_out_of_its_pooling(leave_out):
     import torch
 
     from tigon import retrieve
-    from tigon.retrieve.cli import fitting
+    from tigon.retrieve.cli import loop
+    from tigon.retrieve.cli.train_options import TrainOptions
 
     pairs = torch.from_numpy(drawn()[0])
     torch.manual_seed(0)
     towers = retrieve.TwoTowers(USERS, ITEMS, 8, pairs, hops=2)
     user, item = pairs[:99].unbind(1)
-    loss = fitting.Objective(towers, pairs, fitting.Settings(leave_out=leave_out), narrow=False)(user, item)
+    loss = loop.Objective(towers, pairs, TrainOptions(leave_out=leave_out), narrow=False)(user, item)
     losses = [retrieve.item_softmax(u[user], i, item, scale=12.0) for u, i in (towers(), towers(pairs[:99]))]
     torch.testing.assert_close(loss, losses[leave_out])
     assert abs(losses[0] - losses[1]) > 0.01
@@ -106,14 +107,14 @@ HARD = ("--hard-after", 5, "--hard-negatives", 4, "--hard-skip", 8)
 
 
 @pytest.mark.parametrize("loss", ["in_batch", "in_batch_logq", "sampled", "hard"])
-def test_a_table_of_ids_and_other_losses(loss, folder, tigon, tmp_path):
+def test_a_table_of_ids_and_other_losses(loss, folder, here, tmp_path):
     more = HARD if loss == "hard" else ()
-    tigon("retrieve", "train", folder / "train.parquet", "--test", folder / "test.parquet", "--loss", loss, "--hops", 0,
+    here("retrieve", "train", folder / "train.parquet", "--test", folder / "test.parquet", "--loss", loss, "--hops", 0,
           *SMALL, *more, "--epochs", 40, "--scale", 5, "--val-fraction", 0, "-o", tmp_path / "run").ok()  # fmt: skip
     (row,) = results(tmp_path / "run")["seeds"]
     assert row["epochs"] == 40
     assert row["recall@20"] > 0.9
-    near = tigon("retrieve", "search", tmp_path / "run" / "items.index", "--like", 1000, "-k", 3, "--json").ok().out
+    near = here("retrieve", "search", tmp_path / "run" / "items.index", "--like", 1000, "-k", 3, "--json").ok().out
     assert all(json.loads(line)["id"] % GROUPS == 0 for line in near.splitlines())
 
 
@@ -122,22 +123,23 @@ def test_hard_negatives_are_mined_after_the_schedule_and_after_a_resume(monkeypa
 
     import torch
 
-    from tigon.retrieve.cli import fitting
+    from tigon.retrieve.cli import loop
+    from tigon.retrieve.cli.train_options import TrainOptions
 
     pairs = torch.from_numpy(drawn()[0])
-    settings = fitting.Settings(
+    settings = TrainOptions(
         loss="hard", dim=8, batch_size=64, lr=0.01, epochs=5, hard_after=3, hard_negatives=6, hard_skip=1
     )
-    monkeypatch.setattr(fitting, "MINED", 25)  # users in three pieces
+    monkeypatch.setattr(loop, "MINED", 25)  # users in three pieces
     mined, states = [], {}
-    mine = fitting.Miner.mine
-    monkeypatch.setattr(fitting.Miner, "mine", lambda self: mine(self) or mined.append(self.objective.hard.clone()))
+    mine = loop.Miner.mine
+    monkeypatch.setattr(loop.Miner, "mine", lambda self: mine(self) or mined.append(self.objective.hard.clone()))
 
     def fitted(state=None):
         def after(epoch, loss, found, made):
             states[epoch] = copy.deepcopy(made())
 
-        return fitting.fit(pairs, USERS, ITEMS, settings, 0, device=torch.device("cpu"), state=state, after_epoch=after)
+        return loop.fit(pairs, (USERS, ITEMS), settings, 0, device=torch.device("cpu"), state=state, after_epoch=after)
 
     whole = fitted().towers
     assert len(mined) == 2  # in epochs 4 and 5
@@ -153,7 +155,7 @@ def test_hard_negatives_are_mined_after_the_schedule_and_after_a_resume(monkeypa
     assert torch.equal(again.item.weight, whole.item.weight)
 
 
-def test_a_matrix_is_read_where_the_lists_are_not_whole(folder, tigon, tmp_path):
+def test_a_matrix_is_read_where_the_lists_are_not_whole(folder, here, tmp_path):
     train, test = drawn()
     whole = np.zeros((USERS + ITEMS, USERS + ITEMS), dtype=bool)
     whole[train[:, 0], USERS + train[:, 1]] = whole[USERS + train[:, 1], train[:, 0]] = True
@@ -163,16 +165,16 @@ def test_a_matrix_is_read_where_the_lists_are_not_whole(folder, tigon, tmp_path)
     np.savez(place / "s_adj_mat.npz", indptr=starts, indices=whole.nonzero()[1], format=b"csr", shape=whole.shape)
     lists(place / "test.txt", test)
     same = (*SMALL, "--epochs", 3, "--val-fraction", 0)
-    tigon("retrieve", "train", place, *same, "-o", tmp_path / "a").ok()
-    tigon("retrieve", "train", folder, *same, "-o", tmp_path / "b").ok()
+    here("retrieve", "train", place, *same, "-o", tmp_path / "a").ok()
+    here("retrieve", "train", folder, *same, "-o", tmp_path / "b").ok()
     first, second = results(tmp_path / "a"), results(tmp_path / "b")
     assert first["seeds"][0]["recall@20"] == second["seeds"][0]["recall@20"]
     assert (np.load(tmp_path / "a" / "users.npy") == np.load(tmp_path / "b" / "users.npy")).all()
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, tigon, start, tmp_path):
+def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, here, start, tmp_path):
     same = (*SMALL, "--epochs", 60, "--val-fraction", 0)
-    tigon("retrieve", "train", folder, *same, "-o", tmp_path / "whole").ok()
+    here("retrieve", "train", folder, *same, "-o", tmp_path / "whole").ok()
     cut = tmp_path / "cut"
     process = start("retrieve", "train", folder, *same, "-o", cut)
     end = time.monotonic() + 60
@@ -183,7 +185,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, tigon, start
     assert process.returncode == 130, said
     assert "with a checkpoint; go on by: tigon retrieve train --resume" in said
     assert not (cut / "items.index").exists()
-    again = tigon("retrieve", "train", "--resume", "--device", "cpu", "-o", cut).ok()
+    again = here("retrieve", "train", "--resume", "--device", "cpu", "-o", cut).ok()
     assert "seed 0: from epoch" in again.err
     assert (np.load(cut / "users.npy") == np.load(tmp_path / "whole" / "users.npy")).all()
 
@@ -194,7 +196,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, tigon, start
         (("nowhere.txt",), ("there is no file", "nowhere.txt")),
         ((), ("the pairs to train on must be given",)),
         (("{folder}", "--loss", "bpr"), ("--loss must be one of item_softmax, in_batch", "got bpr")),
-        (("{folder}", "--lr", "0"), ("--lr must be above 0, got 0",)),
+        (("{folder}", "--lr", "0"), ("--lr must be positive, got 0",)),
         (("{folder}", "--seed", "a"), ("--seed must be integers", "got a")),
         (("{folder}", "--val-fraction", "1e-9"), ("leaves none to validate on",)),
         (
@@ -207,25 +209,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, tigon, start
         (("--resume",), ("there is no run in", "to resume")),
     ],
 )
-def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path):
+def test_what_is_wrong_is_one_sentence(arguments, words, folder, here, tmp_path):
     (tmp_path / "far.txt").write_text("0 4 99\n")
     (tmp_path / "bad.txt").write_text("0 4\n1 x\n")
     (tmp_path / "empty.txt").write_text("\n")
-    said = tigon("retrieve", "train", *(word.format(folder=folder) for word in arguments), "-o", "x", "--device", "cpu",
-                 cwd=tmp_path)  # fmt: skip
-    assert said.code == 2, said.err
-    assert all(word in said.err for word in words), said.err
-    assert not (tmp_path / "x" / "checkpoint-1").exists()
+    arguments = [word.format(folder=folder) for word in arguments]
+    here("retrieve", "train", *arguments, "-o", "x", "--device", "cpu", cwd=tmp_path).refused(*words)
+    assert not (tmp_path / "x").exists()
 
 
-def test_the_time_ends_a_fit_and_is_validated_before(folder, tigon, tmp_path):
-    shown = tigon("retrieve", "train", folder, *SMALL, "--eval-every", 50, "--max-minutes", "1e-6", "-o",
+def test_the_time_ends_a_fit_and_is_validated_before(folder, here, tmp_path):
+    shown = here("retrieve", "train", folder, *SMALL, "--eval-every", 50, "--max-minutes", "1e-6", "-o",
                   tmp_path / "run").ok()  # fmt: skip
     assert "validation, epoch 1: loss" in shown.err
     assert results(tmp_path / "run")["seeds"][0]["epochs"] == 1
 
 
-def test_files_of_others_are_left_alone(folder, tigon, tmp_path):
+def test_files_of_others_are_left_alone(folder, here, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    tigon("retrieve", "train", folder, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
+    here("retrieve", "train", folder, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
     assert (tmp_path / "mine.txt").read_text() == "mine"

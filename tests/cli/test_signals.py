@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("typer")
 
 from tigon import cli
-from tigon.cli import app, kept_runs, signals
+from tigon.cli import app, signals
 
 
 class Dropped:
@@ -33,7 +33,7 @@ def before():
 def test_a_dropped_exception_ends_the_loop_that_begins_after_it():
     signals.catch_sigterm()
     Dropped()
-    with kept_runs.Interrupts() as interrupts:
+    with signals.Interrupts() as interrupts:
         assert interrupts.signal == signal.SIGTERM
 
 

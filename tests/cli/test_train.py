@@ -8,8 +8,7 @@ import time
 import pytest
 from command import losses
 
-from tigon.cli.checkpoint import checkpoints, defect, newest_whole
-from tigon.cli.folder import Claim
+from tigon.cli.checkpoint import find_checkpoints, find_defect, find_newest, lock_folder
 
 for package in ("datasets", "peft"):
     pytest.importorskip(package)
@@ -62,7 +61,7 @@ def test_what_a_run_writes(uninterrupted):
     assert "SFTTrainer: the loss runs in Tigon" in done.out
     assert "26 parts fused" in done.out
     assert f"the model is in {output}" in done.out
-    assert [p.name for p in checkpoints(output)] == [f"checkpoint-{STEPS}", f"checkpoint-{STEPS - 6}"]
+    assert [p.name for p in find_checkpoints(output)] == [f"checkpoint-{STEPS}", f"checkpoint-{STEPS - 6}"]
     assert not (output / "README.md").exists()
     tokenizer = AutoTokenizer.from_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(output)
@@ -95,10 +94,10 @@ def test_interrupted_it_leaves_a_checkpoint_and_a_damaged_one_is_passed_over(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, (out, err)
     assert "Traceback" not in err
-    newest, before = checkpoints(output)[:2]
+    newest, before = find_checkpoints(output)[:2]
     stopped = int(newest.name[11:])
     assert f"stopped at step {stopped} of {STEPS}, with a checkpoint; the same command with --resume_from" in err
-    assert defect(newest) is None
+    assert find_defect(newest) is None
 
     (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
     done = tigon(*preset(text, output, "--resume_from_checkpoint", "auto")).ok()
@@ -111,12 +110,12 @@ def test_a_resume_with_nothing_whole_to_resume_from(tigon, tmp_path, uninterrupt
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     resume = preset(text, run, "--resume_from_checkpoint")
-    for folder in checkpoints(run):
+    for folder in find_checkpoints(run):
         (folder / "model.safetensors").unlink()
     tigon(*resume, "true").problem("no whole checkpoint", "model.safetensors is missing")
     tigon(*resume, run / f"checkpoint-{STEPS}").problem("cannot be used: model.safetensors is missing")
     tigon(*resume, run / "gone").problem("there is no such folder")
-    for folder in checkpoints(run):
+    for folder in find_checkpoints(run):
         shutil.rmtree(folder)
     tigon(*resume, "true").problem("there is no checkpoint in")
 
@@ -124,8 +123,7 @@ def test_a_resume_with_nothing_whole_to_resume_from(tigon, tmp_path, uninterrupt
 def test_a_second_run_in_a_folder_gets_a_sentence(tigon, text, tmp_path, uninterrupted):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
-    with Claim() as claim:
-        claim.take(run)
+    with lock_folder(run):
         tigon(*preset(text, run, "--resume_from_checkpoint", "true")).problem("another run is at work in")
 
 
@@ -138,7 +136,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(tigon, tex
     assert "the disk of" in done.err
     assert "make room, and the same command with --resume_from_checkpoint true goes on" in done.err
     assert "Traceback" not in done.err
-    assert newest_whole(run)[0] == run / f"checkpoint-{STEPS}"
+    assert find_newest(run)[0] == run / f"checkpoint-{STEPS}"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tigon, text, tmp_path):
@@ -185,14 +183,6 @@ def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, t
     tigon("train", "--model_name_or_path", output, "--dataset_name", chat, "--output_dir", tmp_path / "new").problem(
         "the directory has adapters, not a model"
     )
-
-
-def test_alpaca_rows_train_on_the_answer(tigon, checkpoint, tmp_path):
-    rows = [{"instruction": f"count to {n}", "input": "", "output": "one two three"} for n in range(8)]
-    data = jsonl(tmp_path / "rows.jsonl", rows)
-    output = tmp_path / "run"
-    tigon("train", "--model_name_or_path", checkpoint, "--dataset_name", data, "--output_dir", output, *FEW).ok()
-    assert losses(output)[4] < losses(output)[1]
 
 
 @pytest.mark.parametrize("word", ["nf4", "int8"])
@@ -243,6 +233,8 @@ def test_a_task_trains_and_resumes_with_the_same_bits(task, tigon, checkpoint, t
         assert found[1] == pytest.approx(0.6931, abs=1e-3)  # policy and reference are one
         assert found[4] < found[1]
         assert "Prompts computed once" in done.out
+    if task not in ("dpo", "grpo"):  # without and with a generation; sft is above
+        return
     shutil.rmtree(output / "checkpoint-4")
     (output / "model.safetensors").unlink()
     tigon(*arguments, "--resume_from_checkpoint", "true", cwd=tmp_path).ok()
@@ -260,7 +252,7 @@ def test_two_processes_share_a_step(together, checkpoint, text, tmp_path):
             "--per_device_train_batch_size", 4 // world, "--output_dir", output,
         ).ok()  # fmt: skip
         found[world] = losses(output)
-        assert newest_whole(output)[0].name == "checkpoint-4"
+        assert find_newest(output)[0].name == "checkpoint-4"
     assert (tmp_path / "2" / "checkpoint-4" / "rng_state_1.pth").exists()
     for step, loss in found[1].items():
         assert found[2][step] == pytest.approx(loss, abs=1e-4)

@@ -482,7 +482,7 @@ def test_a_switch_that_is_no_boolean_is_refused_before_anything_happens(name, va
 
 
 def test_the_command_line_knows_the_levels():
-    from tigon.cli.inspect import RECOMPUTE
+    from tigon.cli.memory import RECOMPUTE
 
     assert RECOMPUTE == LEVELS
 

@@ -1,6 +1,7 @@
 """What `tigon rank inspect` says of a table."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 from tigon.cli.problem import Problem  # noqa: E402
 from tigon.rank import Impressions, Schema  # noqa: E402
-from tigon.rank.cli.inspect_data import inspect_data  # noqa: E402
+from tigon.rank.cli.inspect import InspectOptions, inspect  # noqa: E402
 from tigon.rank.data.summary import summarize  # noqa: E402
 
 ROWS = {
@@ -18,6 +19,10 @@ ROWS = {
     "timestamp": [100.0, 100.0, 200.0, 86500.0],
 }  # fmt: skip
 ITEMS = {"item_id": ["a", "c"], "title": [["Toy", "Story"], ["Heat"]], "year": [1995.5, None]}
+
+
+def inspect_data(target, **options):
+    inspect(InspectOptions(target=Path(target), **options))
 
 
 @pytest.fixture
@@ -52,8 +57,8 @@ def test_a_table_is_summed_up(folder):
 
 
 def test_a_table_is_shown(folder, capsys, monkeypatch):
-    tables = {"paths": folder / "films", "history": "self", "items": folder / "items"}
-    inspect_data(**tables, labels=["rating >= 4"], output=folder / "schema.json")
+    tables = {"target": folder / "films", "history": ["self"], "items": [str(folder / "items")]}
+    inspect_data(**tables, label=["rating >= 4"], output=folder / "schema.json")
     said = capsys.readouterr().out
     for words in ("3 requests, 4 rows, 4 events", "1.33 on average, 2 at most", "none: 66.7%", "75.00% of the rows",
                   "title", "the history says who the user is", "not among the items"):  # fmt: skip
@@ -69,8 +74,8 @@ def test_a_table_is_shown(folder, capsys, monkeypatch):
     ("options", "said"),
     [
         ({"item": "film"}, "rank inspect: there is no column 'film' .item. in the impressions; there are 'user_id'"),
-        ({"history": "gone.csv"}, "rank inspect: there is no file gone.csv"),
-        ({"schema": "gone.json"}, "rank inspect: gone.json is missing"),
+        ({"history": ["gone.csv"]}, "rank inspect: there is no file gone.csv"),
+        ({"schema": Path("gone.json")}, "rank inspect: gone.json is missing"),
     ],
 )
 def test_what_cannot_be_read_is_a_problem(folder, options, said):
@@ -80,4 +85,4 @@ def test_what_cannot_be_read_is_a_problem(folder, options, said):
     with pytest.raises(
         Problem, match=r"rank inspect: the history must go .* name their column by --item, there are 'a'"
     ):
-        inspect_data(folder / "bare.csv", history="self")
+        inspect_data(folder / "bare.csv", history=["self"])

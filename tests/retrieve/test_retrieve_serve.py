@@ -577,20 +577,19 @@ def test_without_the_extra_the_command_names_it(monkeypatch):
     import importlib.util
 
     from tigon.cli import Problem
-    from tigon.retrieve.cli.serve import serve as command
+    from tigon.retrieve.cli.serve import ServeOptions, serve
 
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "starlette" else find(name, *rest)
     )
     with pytest.raises(Problem, match=r"tigon retrieve serve needs starlette: pip install '\.\[serve\]' in a checkout"):
-        command(Path("nowhere"))
+        serve(ServeOptions(index=Path("nowhere")))
 
 
 OPTIONS = {
-    "host": "127.0.0.1", "port": 0, "api_key": None, "encoder": None, "journal": True, "max_body": 1000, "max_batch": 4,
-    "max_queue": 8, "wait": 1.0, "max_connections": 100, "request_timeout": 60.0, "allowed_hosts": "",
-    "shutdown_delay": 0.0, "grace": 10.0, "workers": 0, "warmup": "10", "device": "cpu",
+    "port": 0, "max_body": 1000, "max_batch": 4, "max_queue": 8, "max_connections": 100, "warmup": "10",
+    "device": "cpu",
 }  # fmt: skip
 
 
@@ -612,7 +611,7 @@ class Encoders:
 def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monkeypatch, capsys):
     from tigon.cli import Problem
     from tigon.retrieve import Retriever
-    from tigon.retrieve.cli.serve import serve as command
+    from tigon.retrieve.cli.serve import ServeOptions, serve
     from tigon.retrieve.server import run as server_run
 
     torch.manual_seed(0)
@@ -639,9 +638,9 @@ def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monke
         service.close()
 
     monkeypatch.setattr(server_run, "serve", run)
-    command(tmp_path / "retriever", **OPTIONS | {"encoder": "served_encoder:make"})
+    serve(ServeOptions(index=tmp_path / "retriever", encoder="served_encoder:make", **OPTIONS))
     assert "queries are vectors" not in capsys.readouterr().err
-    command(tmp_path / "retriever", **OPTIONS)
+    serve(ServeOptions(index=tmp_path / "retriever", **OPTIONS))
     assert "no code: --encoder module:factory gives it" in capsys.readouterr().err
     Retriever.from_pretrained(tmp_path / "retriever", torch.nn.Linear(3, D))
     for name, sentence in [
@@ -653,12 +652,12 @@ def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monke
         ("served_encoder:__name__", "must be a function without arguments, got str"),
     ]:
         with pytest.raises(Problem, match=sentence):
-            command(tmp_path / "retriever", **OPTIONS | {"encoder": name})
+            serve(ServeOptions(index=tmp_path / "retriever", encoder=name, **OPTIONS))
 
 
 def test_options_that_are_wrong(tmp_path, monkeypatch):
     from tigon.cli import Problem
-    from tigon.retrieve.cli.serve import serve as command
+    from tigon.retrieve.cli.serve import ServeOptions, serve
 
     made().save(tmp_path / "index")
     monkeypatch.delenv("TIGON_API_KEY", raising=False)
@@ -678,10 +677,10 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
         ({"request_timeout": float("inf")}, "--request-timeout must be below 1,000,000, got inf"),
     ]:
         with pytest.raises(Problem, match=sentence):
-            command(**{"index": tmp_path / "index", **OPTIONS, **change})
+            serve(ServeOptions(**{"index": tmp_path / "index", **OPTIONS, **change}))
     again = Index.open(tmp_path / "index")  # each has closed its journal
     again.close()
     held = Index.open(tmp_path / "index")
     with pytest.raises(Problem, match="is open in another index or process"):
-        command(tmp_path / "index", **OPTIONS)
+        serve(ServeOptions(index=tmp_path / "index", **OPTIONS))
     held.close()

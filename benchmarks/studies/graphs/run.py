@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from studies.graphs.probe import METHODS, TITLES, Watch
 from studies.rows import Row
-from tigon.graph import G2R, Graph, groups_of, planetoid
+from tigon.graph import G2R, Graph, group_neighbors, planetoid
 from tigon.graph.citations import DATASETS
 from tigon.losses import coding_rate
 
@@ -188,7 +188,7 @@ def rate_row(graph: Graph, rounds: int) -> Row:
     torch.manual_seed(0)
     z = nn.functional.normalize(torch.randn(n, d, device=device), p=1.0).requires_grad_()
     drawn = torch.randperm(n)[:768]
-    groups = groups_of(graph.edge_index, n).take(drawn)
+    groups = group_neighbors(graph.edge_index, n).take(drawn)
 
     def both() -> Tensor:
         z.grad = None

@@ -22,8 +22,9 @@ import torch
 from harness import report
 
 from studies.retrieve.rows import Row
-from tigon.retrieve.cli.fitting import Settings, evaluated, fit
+from tigon.retrieve.cli.loop import evaluate_towers, fit
 from tigon.retrieve.cli.pairs import SPLITS, read_pairs
+from tigon.retrieve.cli.train_options import TrainOptions, choose_settings
 
 Array = npt.NDArray[Any]
 # Settings that a row names.
@@ -97,16 +98,17 @@ def main() -> None:
         given = dict(SIDES[side])
         how = given.pop("val_split", "block")
         kept, held = map(torch.from_numpy, SPLITS[how](pairs.train, SHARE, 0))
-        settings = Settings(epochs=options.epochs, max_minutes=options.seconds / 60, **given)
-        chosen = fit(kept, users, items, settings, 0, held, device=device)
+        settings = TrainOptions(epochs=options.epochs, max_minutes=options.seconds / 60, **given)
+        settings = dataclasses.replace(settings, **choose_settings(settings, len(train)))
+        chosen = fit(kept, (users, items), settings, 0, held, device=device)
         validation = {
             name: max(chosen.history, key=lambda row: row["ndcg@20"])[name] for name in ("recall@20", "ndcg@20")
         }
         own = {name: getattr(settings, name) for name in SHOWN}
         final = dataclasses.replace(settings, epochs=chosen.best)
         for seed in range(options.seeds):
-            fitted = fit(train, users, items, final, seed, device=device)
-            found = evaluated(fitted.towers, test, train.to(device))
+            fitted = fit(train, (users, items), final, seed, device=device)
+            found = evaluate_towers(fitted.towers, test, train.to(device))
             measures = {name: found[name] for name in ("recall@20", "ndcg@20", "coverage@20")}
             setting = {**own, "val_split": how, "epochs": fitted.epochs}
             rows.append(Row("towers", options.name, seed, side, setting, measures, validation, [], fitted.seconds))

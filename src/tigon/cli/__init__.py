@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from tigon.cli.problem import Problem, disk_full, is_out_of_memory, needs
-from tigon.cli.signals import catch_sigterm, received
+from tigon.cli.problem import Problem, is_disk_full, is_out_of_memory, needs
+from tigon.cli.signals import catch_sigterm, get_signal
 from tigon.files import DamagedFileError
 
 __all__ = ["Problem", "main", "needs"]
@@ -31,7 +31,7 @@ def _run(arguments: list[str] | None) -> int:
         status = int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
         if status == 130:  # some versions of typer turn Ctrl-C into an exit status
             _say("interrupted")
-        return 128 + received() if received() and not status else status
+        return 128 + get_signal() if get_signal() and not status else status
     except (Problem, SystemExit):
         raise
     except BrokenPipeError:
@@ -64,7 +64,7 @@ def _explain(error: Any) -> int:
     if is_out_of_memory(error):
         _say("there is too little memory for this; smaller files, a smaller model or smaller batches need less")
         return 2
-    if disk_full(error):
+    if is_disk_full(error):
         _say(f"the disk is full, or fails: {str(error).splitlines()[0]}; what was written before is intact")
         return 2
     if isinstance(error, OSError) and error.filename is not None:

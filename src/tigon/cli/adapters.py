@@ -36,11 +36,26 @@ class Adapters:
         return f"{'DoRA' if self.config.use_dora else 'LoRA'} of rank {self.config.r}"
 
 
-def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) -> tuple[Source, Adapters | None]:
-    """Find a command's model and adapters: from --adapters, or from `model` itself.
+BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 
-    Raises: Problem as find_model does, and for adapters that cannot be read or whose model is missing.
+
+def find_adapted(
+    model: str, adapters: str | None, lora: int | None, *, any_head: bool = False
+) -> tuple[Source, Adapters | None]:
+    """Find a command's model and saved adapters: from --adapters, or from `model` itself.
+
+    Raises: Problem as find_model does, for adapters that cannot be read or whose model is missing, and for saved
+        adapters besides --lora.
     """
+    if lora and adapters:
+        raise Problem(BOTH)
+    source, found = _find_adapted(model, adapters, any_head)
+    if lora and found:
+        raise Problem(BOTH)
+    return source, found
+
+
+def _find_adapted(model: str, adapters: str | None, any_head: bool) -> tuple[Source, Adapters | None]:
     if adapters is not None:
         source = find_model(model, any_head=any_head)
         return source, find_adapters(adapters, "--adapters")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from tigon.cli.options import add_command
 
 # Each command's name and the module with the function by that name. A system has a separate module.
 COMMANDS = {
@@ -47,12 +49,14 @@ def _tigon(
         typer.echo(context.get_help())
 
 
-# TRL's parser reads the arguments of `tigon train`, including --help: its options depend on the task's trainer.
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
 for _name, _module in COMMANDS.items():
-    _settings: dict[str, Any] = {"context_settings": _PASSED_ON, "add_help_option": False} if _name == "train" else {}
-    app.command(_name, **_settings)(getattr(importlib.import_module(_module), _name))
+    _run = getattr(importlib.import_module(_module), _name)
+    if _name == "train":
+        # TRL's parser reads the arguments, including --help: its options depend on the task's trainer.
+        _settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+        app.command(_name, context_settings=_settings, add_help_option=False)(_run)
+    else:
+        add_command(app, _name, _run)
 
 for _name, _module in GROUPS.items():
     app.add_typer(getattr(importlib.import_module(_module), _name))

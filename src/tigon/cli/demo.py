@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
-import re
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.options import device_option, option
+from tigon.cli.problem import Problem, find_device, needs
 
 # On a CPU both sides compute in fp32, so that the losses may differ only by rounding.
 CPU_TOLERANCE = 1e-3
@@ -38,11 +38,14 @@ SIZES = (
 # fmt: on
 
 
-def demo(
-    steps: Annotated[int | None, typer.Option(help="Training steps, plain and fused each.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data order.", min=0, max=2**32 - 1)] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    steps: int | None = option(None, "Training steps, plain and fused each.", min=1)
+    seed: int = option(0, "Seed of weights and data order.", min=0, max=2**32 - 1)
+    device: str = device_option()
+
+
+def demo(options: DemoOptions) -> None:
     """Train the same small Llama twice from one seed, plain and fused, and compare loss, speed and memory.
 
     The text is this Python's standard library, source and documentation; the tokenizer is trained on the same text. On
@@ -52,14 +55,14 @@ def demo(
     needs("tigon demo", "train", "torch", "numpy", "transformers", "tokenizers")
     import torch
 
-    place = device_of(device)
+    place, steps = find_device(options.device), options.steps
     on_gpu = place.type == "cuda"
     free = torch.cuda.mem_get_info()[0] / 2**30 if on_gpu else 0.0
     size = dict(zip(_NAMES, next(row for least, row in SIZES if free >= least), strict=True))
     print("training a tokenizer on Python's standard library", flush=True)
     blocks, vocabulary = tokenize_library(size, 16 << 20 if on_gpu else 4 << 20)
     wanted = steps or size["steps"]
-    spec = {**size, "steps": wanted, "vocab_size": vocabulary, "seed": seed, "device": place.type,
+    spec = {**size, "steps": wanted, "vocab_size": vocabulary, "seed": options.seed, "device": place.type,
             "warmup": max(1, wanted // 10), "seconds": None if on_gpu or steps else CPU_SECONDS}  # fmt: skip
     sides: dict[str, dict[str, Any]] = {}
     for name in ("plain", "plain again", "fused") if on_gpu else ("plain", "fused"):
@@ -127,7 +130,7 @@ def train_side(spec: dict[str, Any], blocks: Any) -> dict[str, Any]:
     peak_lr = 3e-4 if on_gpu else 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(spec["seed"]))
-    before, began = read_status("VmRSS"), time.perf_counter()
+    began = time.perf_counter()
     losses, seconds = [], []
     for step in range(spec["steps"]):
         if spec["seconds"] and step >= LEAST_STEPS and time.perf_counter() - began > spec["seconds"]:
@@ -147,19 +150,20 @@ def train_side(spec: dict[str, Any], blocks: Any) -> dict[str, Any]:
     return {
         "losses": losses,
         "tokens_per_second": spec["batch_size"] * spec["seq_len"] / median(seconds[WARMUP:] or seconds),
-        "peak": torch.cuda.max_memory_allocated() if on_gpu else read_status("VmHWM"),
-        "before": 0 if on_gpu else before,
+        "peak": torch.cuda.max_memory_allocated() if on_gpu else read_peak(),
         "parameters": model.num_parameters(),
         "report": str(fusion.report()) if spec["fused"] else "",
         "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
     }
 
 
-def read_status(field: str) -> int:
-    """A byte size that Linux reports for this process; 0 on other systems."""
-    status = Path("/proc/self/status")
-    found = re.search(rf"{field}:\s+(\d+)", status.read_text()) if status.exists() else None
-    return 1024 * int(found[1]) if found else 0
+def read_peak() -> int:
+    """The most bytes that this process has had in memory; 0 on systems that do not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def compute_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -171,7 +175,7 @@ def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:
     """Print each side's loss, speed and memory, and compare the fused side with the plain side."""
     from rich.table import Table
 
-    from tigon.cli.screen import screen, show
+    from tigon.cli.screen import show
 
     plain, fused = sides["plain"], sides["fused"]
     on_gpu = spec["device"] == "cuda"
@@ -198,10 +202,5 @@ def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:
     table.add_row("largest difference of loss from plain", *apart, "")
     add_ratio("tokens/s", "tokens_per_second")
     add_ratio(f"peak memory, MiB ({'allocated' if on_gpu else 'resident'})", "peak", 2**20)
-    if plain["before"]:
-        for side in sides.values():
-            side["grown"] = side["peak"] - side["before"]
-        add_ratio("  above the size before the first step", "grown", 2**20)
-    console = screen()
-    console.print(fused["report"], soft_wrap=True)
-    show(console, table)
+    print(fused["report"])
+    show(table)

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 
+from tigon.cli.options import json_option, option
+
 VARIABLES = (
-    "TIGON_BACKEND",
-    "TIGON_CHUNK_BYTES",
-    "TIGON_CHECKS",
-    "TRITON_INTERPRET",
-    "TRITON_CACHE_DIR",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "CC",
-)
+    "TIGON_BACKEND", "TIGON_CHUNK_BYTES", "TIGON_CHECKS", "TRITON_INTERPRET", "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CC",
+)  # fmt: skip
 
 
-def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Run every operator and compare it with fp64.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    json: bool = json_option()
+    check: bool = option(False, "Run every operator and compare it with fp64.")
+
+
+def doctor(options: DoctorOptions) -> None:
     """Versions, devices, environment, and which implementation the operators use for each dtype, and why."""
-    found = examine(check)
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(found, indent=1))
+    found = examine(options.check)
+    if options.json:
+        print(json.dumps(found, indent=1))
     else:
         _show(found)
     if any(row["status"] != "ok" for row in found.get("checks", [])):
@@ -43,27 +39,27 @@ def doctor(
 def examine(check: bool = False) -> dict[str, Any]:
     """Collect everything that the command prints. A part that fails holds {"error": sentence} instead."""
     found = {
-        "versions": _part(_versions),
-        "devices": _part(_devices),
+        "versions": _try(_list_versions),
+        "devices": _try(_list_devices),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
-        "compiler": _part(_compiler),
-        "paths": _part(_paths),
+        "compiler": _try(_find_compiler),
+        "paths": _try(_list_paths),
     }
     if check:
-        found["checks"] = _part(_checks)
+        found["checks"] = _try(_run_checks)
         if isinstance(found["checks"], dict):
             found["checks"] = [{"op": "all", "device": "", "status": "failed", "reason": found["checks"]["error"]}]
     return found
 
 
-def _part(fn: Callable[[], Any]) -> Any:
+def _try(fn: Callable[[], Any]) -> Any:
     try:
         return fn()
     except Exception as error:  # the doctor is called when something is broken, so no failure may stop it
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def _versions() -> dict[str, Any]:
+def _list_versions() -> dict[str, Any]:
     import platform
 
     from tigon import __version__
@@ -72,7 +68,7 @@ def _versions() -> dict[str, Any]:
     return {"tigon": __version__, "python": platform.python_version(), **{p: read_package_version(p) for p in PACKAGES}}
 
 
-def _devices() -> list[dict[str, Any]]:
+def _list_devices() -> list[dict[str, Any]]:
     import torch
 
     from tigon.cli.environment import describe_environment
@@ -86,7 +82,7 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _compiler() -> dict[str, Any]:
+def _find_compiler() -> dict[str, Any]:
     """The C compiler that Triton uses to build launchers: CC, else gcc or clang."""
     wanted = os.environ.get("CC")
     names = [wanted] if wanted else ["gcc", "clang", "cc"]
@@ -94,7 +90,7 @@ def _compiler() -> dict[str, Any]:
     return {"path": path, "reason": None if path else f"no {' or '.join(names)} on PATH: Triton cannot build launchers"}
 
 
-def _paths() -> list[dict[str, Any]]:
+def _list_paths() -> list[dict[str, Any]]:
     """For each device and dtype, which implementation every operator uses."""
     import torch
 
@@ -118,7 +114,7 @@ def _paths() -> list[dict[str, Any]]:
     return rows
 
 
-def _checks() -> list[dict[str, Any]]:
+def _run_checks() -> list[dict[str, Any]]:
     import torch
 
     from tigon.cli.checks import CALLS, check_operator
@@ -128,35 +124,21 @@ def _checks() -> list[dict[str, Any]]:
     return [check_operator(name, device, dtype) for name in CALLS]
 
 
-# ------------------------------------------------------------------------------------------------------------- show
-
-
 def _show(found: dict[str, Any]) -> None:
-    lines: list[str] = []
-
-    def section(title: str, part: Any, describe: Callable[[Any], list[str]]) -> None:
-        lines.append(title)
+    describe: dict[str, Callable[[Any], list[str]]] = {
+        "versions": lambda part: [f"{k:18} {v or 'not installed'}" for k, v in part.items()],
+        "devices": lambda part: [_describe_device(device) for device in part],
+        "compiler": lambda part: [part["path"] or part["reason"]],
+        "environment": lambda part: [f"{k}={v}" for k, v in part.items() if v is not None] or ["nothing set"],
+        "paths": _describe_paths,
+        "checks": lambda part: [
+            f"{row['op']:22} {row['status']}, " + (row["reason"] or f"error {row['error']:.1e}") for row in part
+        ],
+    }
+    for title in [name for name in describe if name in found]:
+        part = found[title]
         failed = isinstance(part, dict) and set(part) == {"error"}
-        lines.extend(f"  {line}" for line in ([part["error"]] if failed else describe(part)))
-
-    section("versions", found["versions"], lambda part: [f"{k:18} {v or 'not installed'}" for k, v in part.items()])
-    section("devices", found["devices"], lambda part: [_describe_device(device) for device in part])
-    section("compiler", found["compiler"], lambda part: [part["path"] or part["reason"]])
-    section(
-        "environment",
-        found["environment"],
-        lambda part: [f"{k}={v}" for k, v in part.items() if v is not None] or ["nothing set"],
-    )
-    section("paths", found["paths"], _describe_paths)
-    if "checks" in found:
-        section(
-            "checks",
-            found["checks"],
-            lambda part: [
-                f"{row['op']:22} {row['status']}, " + (row["reason"] or f"error {row['error']:.1e}") for row in part
-            ],
-        )
-    sys.stdout.write("\n".join(lines) + "\n")
+        print(title, *([part["error"]] if failed else describe[title](part)), sep="\n  ")
 
 
 def _describe_device(device: dict[str, Any]) -> str:

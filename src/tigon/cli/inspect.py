@@ -5,130 +5,96 @@ The command reads only the configuration: model and step are on the meta device,
 
 from __future__ import annotations
 
-import json as encoder
-from typing import TYPE_CHECKING, Annotated, Any
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.memory import (
+    OPTIMIZERS,
+    PRECISIONS,
+    QUANTIZE,
+    RECOMPUTE,
+    Sides,
+    StepOptions,
+    find_capacity,
+    gib,
+    verdict,
+)
+from tigon.cli.options import argument, json_option, option
+from tigon.cli.problem import Problem, check_choice, needs, one_line
+from tigon.cli.screen import screen, show
 
 if TYPE_CHECKING:
     from tigon.fusion.memory.estimate import StepMemory
 
-OPTIMIZERS = (
-    "adamw",
-    "adamw-fp32",
-    "adamw-8bit",
-    "sgd-momentum",
-    "sgd",
-)  # tigon.fusion.memory.estimate's, which needs torch
-QUANTIZE = ("nf4", "fp4", "int8")
-RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")  # tigon.fusion.memory.recompute's
-PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
-BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
     "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",
     "optimizer": "in the optimizer's step",
 }  # fmt: skip
 
 
-def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(help="A directory (of a model or of adapters), a config.json, a name on the hub, a preset."),
-    ],
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="Sequences per GPU in one step.", min=1)
-    ] = 1,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            "--seq-len", "--seq", help="Tokens per sequence; by default 2048, or what positions allow.", min=2
-        ),
-    ] = None,
-    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}; bf16 and fp16 are autocast.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option("--gradient-checkpointing", "--checkpointing", help="Recompute activations in the backward pass."),
-    ] = False,
-    recompute: Annotated[
-        str, typer.Option(help=f"{', '.join(RECOMPUTE)}: what the fused model computes again.")
-    ] = "auto",
-    offload: Annotated[bool, typer.Option("--offload", help="Fused: keep what is saved in host memory.")] = False,
-    lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters.", min=1)] = None,
-    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",
-    lora_dropout: Annotated[float, typer.Option(help="Dropout before the adapters.", min=0, max=0.999)] = 0.0,
-    adapters: Annotated[
-        str | None, typer.Option(help="Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits, or 8."),
-    ] = None,
-    attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
-    gpu: Annotated[str | None, typer.Option(help="GPU that the step must fit: 'H100 80GB', or GiB.")] = None,
-    why: Annotated[
-        str | None,
-        typer.Option(help="Name of a module, as model.layers.0.mlp: only say why it was recognised, or was not."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(StepOptions):
+    model: str = argument("A directory (of a model or of adapters), a config.json, a name on the hub, a preset.")
+    adapters: str | None = option(None, "Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
+    gpu: str | None = option(None, "GPU that the step must fit: 'H100 80GB', or GiB.")
+    why: str | None = option(
+        None, "Name of a module, as model.layers.0.mlp: only say why it was recognised, or was not."
+    )
+    json: bool = json_option()
+
+
+def inspect(options: InspectOptions) -> None:
     """Show which layers would be replaced and why, and a training step's memory. Needs no weights and no GPU."""
     needs("tigon inspect", "train", "torch", "transformers")
-    for name, value, known in (
-        ("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS), ("recompute", recompute, RECOMPUTE),
-    ):  # fmt: skip
-        if value not in known:
-            raise Problem(f"--{name} must be one of {', '.join(known)}, got {value}")
-    if quantize is not None and quantize not in QUANTIZE:
-        raise Problem(f"--quantize must be one of {', '.join(QUANTIZE)}, got {quantize}")
-    if lora_dropout and not lora:
+    check_choice("", options, precision=PRECISIONS, optimizer=OPTIMIZERS, recompute=RECOMPUTE, quantize=QUANTIZE)
+    quantize = options.quantize
+    if options.lora_dropout and not options.lora:
         raise Problem("--lora-dropout goes with --lora, the rank of adapters")
-    if quantize and gpus > 1:
-        raise Problem(f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {gpus}")
+    if quantize and options.gpus > 1:
+        raise Problem(
+            f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {options.gpus}"
+        )
     from tigon.cli.adapters import find_adapted
-    from tigon.cli.memory import Setup, Sides, find_capacity, verdict
     from tigon.cli.model import quantized_to, quiet_transformers
-    from tigon.cli.screen import screen, show
 
-    if lora and adapters:
-        raise Problem(BOTH)
-    source, found_adapters = find_adapted(model, adapters, any_head=True)
-    if lora and found_adapters:
-        raise Problem(BOTH)
-    if quantize and not (lora or found_adapters):
+    source, adapters = find_adapted(options.model, options.adapters, options.lora, any_head=True)
+    if quantize and not (options.lora or adapters):
         raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are quantised")
     quiet_transformers()
-    capacity = find_capacity(gpu)
+    capacity = find_capacity(options.gpu)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
-    if seq_len is not None and seq_len > limit:
-        raise Problem(f"--seq-len {seq_len} is beyond the {limit} positions of {model}")
-    setup = Setup(
-        batch_size, seq_len or min(2048, limit), precision, optimizer, gradient_checkpointing, recompute, offload, lora,
-        lora_targets, quantize or quantized_to(source.config), attention, gpus, lora_dropout,
-        found_adapters,
-    )  # fmt: skip
+    if options.seq_len is not None and options.seq_len > limit:
+        raise Problem(f"--seq-len {options.seq_len} is beyond the {limit} positions of {options.model}")
+    options = dataclasses.replace(
+        options, seq_len=options.seq_len or min(2048, limit), quantize=quantize or quantized_to(source.config)
+    )
+    built = Sides(source, options, adapters)
+    if options.why is not None:
+        _explain(built, options.why, options.json)
+    else:
+        _measure(built, source, capacity, options.json)
+
+
+def _explain(built: Any, name: str, as_json: bool) -> None:
+    """Print why one module was recognised, or was not."""
+    built.fuse()
+    try:
+        explanation = built.fusion.explain(name)
+    except ValueError as error:
+        raise Problem(str(error).replace("explain: name", "--why", 1)) from None
+    print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+
+
+def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_json: bool) -> None:
+    """Print the replaced layers, and the memory of a step before and after."""
     from tigon.fusion.memory.estimate import CannotEstimate
 
-    console = screen(quiet=json)
-    if why is not None:
-        built = Sides(source, setup)
-        built.fuse()
-        try:
-            explanation = built.fusion.explain(why)
-        except ValueError as error:
-            raise Problem(str(error).replace("explain: name", "--why", 1)) from None
-        if json:
-            print(encoder.dumps(explanation.to_dict(), indent=2))
-        else:
-            console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
-        return
+    console = screen(quiet=as_json)
     sides: dict[str, StepMemory] = {}
     obstacles: dict[str, str] = {}
     with console.status("running a step of the model's shapes"):
-        built = Sides(source, setup)
         for side in ("plain", "fused"):
             if side == "fused":
                 built.fuse()
@@ -138,50 +104,41 @@ def inspect(
                 obstacles[side] = one_line(error, 160)
         report = built.fusion.report()
     fits = {side: verdict(m.peak.total, capacity[1]) for side, m in sides.items()} if capacity else {}
-    if json:
+    kind = type(_get_inner(built.model)).__name__
+    if as_json:
         found: dict[str, Any] = {
-            "model": source.name,
-            "class": type(_inner(built.model)).__name__,
-            "parameters": built.whole,
-            "trained": built.trained,
-            "report": report.to_dict(),
-            "no_step": obstacles.get("fused"),
-            "step": setup.words(),
-            "memory": {side: m.to_dict() for side, m in sides.items()},
-            "no_estimate": obstacles,
+            "model": source.name, "class": kind, "parameters": built.whole, "trained": built.trained,
+            "report": report.to_dict(), "no_step": obstacles.get("fused"), "step": built.words,
+            "memory": {side: m.to_dict() for side, m in sides.items()}, "no_estimate": obstacles,
             "gpu": None if capacity is None else {"name": capacity[0], "bytes": int(capacity[1]), "verdict": fits},
-        }
-        print(encoder.dumps(found, indent=2))
+        }  # fmt: skip
+        print(json.dumps(found, indent=2))
         return
+    trained = f"{built.trained / 1e6:,.2f}M trained, " if built.trained != built.whole else ""
     console.print(
-        f"{source.name}: {type(_inner(built.model)).__name__}, {built.whole / 1e6:,.1f}M parameters, "
-        + (f"{built.trained / 1e6:,.2f}M trained, " if lora or found_adapters else "")
-        + f"{_layers(source.config)} layers; a step of {setup.words()}",
-        highlight=False,
-        soft_wrap=True,
+        f"{source.name}: {kind}, {built.whole / 1e6:,.1f}M parameters, {trained}{_count_layers(source.config)} layers; "
+        f"a step of {built.words}"
     )
-    show(console, report.to_rich())
+    show(report.to_rich())
     if sides:
-        show(console, _table(sides))
+        show(_make_table(sides))
         where = ", ".join(f"{side} {MOMENTS[m.peak.during]}" for side, m in sides.items())
         text = f"Peak: {where}. Activations kept: at the end of the forward pass. Not counted: the CUDA context."
-        console.print(text, style="dim", highlight=False, soft_wrap=True)
+        console.print(text, style="dim")
     for side, reason in obstacles.items():
-        console.print(
-            f"No step of the {side} model without data: {reason}", style="dim", highlight=False, soft_wrap=True
-        )
+        console.print(f"No step of the {side} model without data: {reason}", style="dim")
     if capacity and fits:
         words = "; ".join(f"{side} {told}" for side, told in fits.items())
-        console.print(f"On {capacity[0]}, {capacity[1] / 2**30:.1f} GiB: {words}", highlight=False, soft_wrap=True)
+        console.print(f"On {capacity[0]}, {capacity[1] / 2**30:.1f} GiB: {words}")
     elif sides:
-        console.print("Whether that fits: --gpu 'H100 80GB', or a number of GiB", style="dim", highlight=False)
+        console.print("Whether that fits: --gpu 'H100 80GB', or a number of GiB", style="dim")
 
 
-def _inner(model: Any) -> Any:
+def _get_inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _layers(config: Any) -> int:
+def _count_layers(config: Any) -> int:
     text = config.get_text_config()
     for names in (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers")):
         both: list[Any] = [getattr(text, name, None) for name in names]
@@ -190,11 +147,10 @@ def _layers(config: Any) -> int:
     return int(text.num_hidden_layers)
 
 
-def _table(sides: dict[str, StepMemory]) -> Any:
+def _make_table(sides: dict[str, StepMemory]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from tigon.cli.memory import gib
     from tigon.fusion.memory.estimate import PARTS
 
     table = Table(title="Memory of a GPU at the peak of the step", title_justify="left")

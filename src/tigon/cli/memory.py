@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tigon.cli.options import option
 from tigon.cli.problem import Problem
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from tigon.fusion.memory.estimate import StepMemory
 
 GIB = 2**30
+OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.fusion.memory.estimate's
+QUANTIZE = ("nf4", "fp4", "int8")
+RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")  # tigon.fusion.memory.recompute's
+PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
 # GiB that the drivers report, by the vendors' card names, in the order in which messages list them.
 GPUS = {
     "a10": 22.0, "a100 40gb": 39.4, "a100 80gb": 79.2, "b200": 178.0, "gh200 96gb": 94.5, "h100 80gb": 79.1,
@@ -29,26 +34,32 @@ CONTEXT = 1.0 * GIB
 TIGHT = 0.95
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A training setup: the options of `tigon inspect`. gpus: how many share the shards."""
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """A training step: options of `tigon inspect`."""
 
-    batch_size: int = 1
-    seq_len: int = 2048
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    gradient_checkpointing: bool = False
-    recompute: str = "auto"
-    offload: bool = False
-    lora: int | None = None
-    lora_targets: str = "all-linear"
-    quantize: str | None = None
-    attention: str | None = None
-    gpus: int = 1
-    lora_dropout: float = 0.0
-    adapters: Adapters | None = None  # saved adapters, in place of lora
+    batch_size: int = option(1, "Sequences per GPU in one step.", "--batch-size", "--batch", min=1)
+    seq_len: int | None = option(
+        None, "Tokens per sequence; by default 2048, or what positions allow.", "--seq-len", "--seq", min=2
+    )
+    precision: str = option("bf16", f"{', '.join(PRECISIONS)}; bf16 and fp16 are autocast.")
+    optimizer: str = option("adamw", f"{', '.join(OPTIMIZERS)}.")
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass.", "--gradient-checkpointing", "--checkpointing"
+    )
+    recompute: str = option("auto", f"{', '.join(RECOMPUTE)}: what the fused model computes again.")
+    offload: bool = option(False, "Fused: keep what is saved in host memory.")
+    lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
+    lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
+    lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
+    quantize: str | None = option(
+        None, f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits, or 8."
+    )
+    attention: str | None = option(None, "sdpa, eager, flash_attention_2, …")
+    gpus: int = option(1, "GPUs that weights, gradients and states are sharded over.", min=1)
 
-    def words(self) -> str:
+    def words(self, adapters: Adapters | None = None) -> str:
+        """Describe the step. adapters: saved adapters, in place of --lora."""
         weights = {"bf16": "fp32 weights under bf16 autocast", "fp16": "fp32 weights under fp16 autocast",
                    "bf16-pure": "bf16 weights", "fp32": "fp32 weights"}[self.precision]  # fmt: skip
         if self.quantize:
@@ -57,24 +68,24 @@ class Setup:
         parts = [f"{self.batch_size} × {self.seq_len:,} tokens", weights, self.optimizer]
         if self.gradient_checkpointing:
             parts.append("gradient checkpointing")
-        if self.adapters or self.lora:
-            parts.append(str(self.adapters or f"LoRA of rank {self.lora}"))
+        if adapters or self.lora:
+            parts.append(str(adapters or f"LoRA of rank {self.lora}"))
         if self.gpus > 1:
             parts.append(f"sharded over {self.gpus} GPUs")
         return ", ".join(parts)
 
 
 class Sides:
-    """A model on the meta device, and a step's memory: plain first, then fused."""
+    """A model on the meta device, and a step's memory: plain first, then fused. adapters: saved, in place of --lora."""
 
-    def __init__(self, source: Source, setup: Setup) -> None:
+    def __init__(self, source: Source, setup: StepOptions, adapters: Adapters | None = None) -> None:
         import torch
 
         from tigon.cli.adapters import add_adapters, new_adapters
         from tigon.cli.model import random_model
         from tigon.fusion.memory.checkpointing import checkpoint_activations
 
-        self.setup = setup
+        self.setup, self.words = setup, setup.words(adapters)
         weights = torch.bfloat16 if setup.precision == "bf16-pure" or setup.gpus > 1 else torch.float32
         if setup.precision == "fp32":
             weights = torch.float32
@@ -91,7 +102,6 @@ class Sides:
         narrow = _linear_layers(self.model) if setup.quantize else []
         self.saved = sum(m.weight.nbytes - stored_bytes(m, setup.quantize) for m in narrow)
         self.dense = max((m.weight.nbytes for m in narrow), default=0)
-        adapters = setup.adapters
         if setup.lora:
             adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
         if adapters is not None:
@@ -108,7 +118,7 @@ class Sides:
         from tigon.fusion.memory.estimate import step_memory
 
         setup = self.setup
-        ids = torch.zeros(setup.batch_size, setup.seq_len, dtype=torch.long, device="meta")
+        ids = torch.zeros(setup.batch_size, setup.seq_len or 2048, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
         sharded = setup.gpus > 1

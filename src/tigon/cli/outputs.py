@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tigon.cli.folder import is_within
 from tigon.cli.problem import Problem, check_writable
 
 PICTURES = (".png", ".svg", ".pdf")
+
+
+def is_within(inner: Path, outer: Path) -> bool:
+    """Whether `inner` is `outer` or inside `outer`, also through links."""
+    inner = inner.resolve()
+    for place in (inner, *inner.parents):
+        with contextlib.suppress(OSError):  # one of the paths does not exist
+            if os.path.samefile(place, outer):
+                return True
+    return False
 
 
 def check_output_file(
@@ -59,3 +71,29 @@ def check_output_folder(
         raise Problem(f"{option} {folder} holds files of another kind; give another folder")
     if not overwrite:
         raise Problem(f"{option} {folder} is there; --overwrite replaces what it holds")
+
+
+@contextlib.contextmanager
+def replace_output(output: Path) -> Iterator[Path]:
+    """`with replace_output(path) as partial`: write a file or folder, which takes the place of `path` at the end.
+
+    After an error, `path` is unchanged.
+    """
+    partial = output.with_name(output.name + ".partial")
+    delete(partial)
+    try:
+        yield partial
+    except BaseException:
+        delete(partial)
+        raise
+    if output.is_dir():
+        delete(output)
+    partial.replace(output)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ def check_writable(folder: Path, option: str) -> None:
         raise Problem(f"{option} {folder}: cannot be written to ({error.strerror})") from error
 
 
-def device_of(name: str, command: str | None = None) -> Any:
+def find_device(name: str, command: str | None = None) -> Any:
     """The torch.device for --device: a GPU for auto, where there is a GPU.
 
     Raises: Problem for another word, or for cuda without a GPU.
@@ -73,7 +76,7 @@ def device_of(name: str, command: str | None = None) -> Any:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def integers(command: str, option: str, text: str, most: int | None = None) -> list[int]:
+def parse_integers(command: str, option: str, text: str, most: int | None = None) -> list[int]:
     """Parse numbers in an option such as "1,16,256", from 1 to most.
 
     Raises: Problem for anything else.
@@ -88,7 +91,7 @@ def integers(command: str, option: str, text: str, most: int | None = None) -> l
     return values
 
 
-def seeds_of(command: str, text: str) -> list[int]:
+def parse_seeds(command: str, text: str) -> list[int]:
     """Parse the distinct seeds in an option such as "0,1,2".
 
     Raises: Problem for anything else.
@@ -100,6 +103,68 @@ def seeds_of(command: str, text: str) -> list[int]:
     if min(seeds) < 0 or max(seeds) > 10**9:
         raise Problem(f"{command}: --seed must be integers from 0 to 10**9, separated by commas, got {text}")
     return seeds
+
+
+def check_choice(command: str, options: Any, **allowed: Collection[str]) -> None:
+    """Raise a Problem for an option that is not among its allowed values. None, for an open option, is allowed."""
+    for name, known in allowed.items():
+        value = getattr(options, name)
+        if value is not None and value not in known:
+            said = f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value}"
+            raise Problem(f"{command}: {said}" if command else said)
+
+
+def check_positive(command: str, options: Any, *names: str) -> None:
+    """Raise a Problem for an option that is not a positive, finite number. None, for an open option, is allowed."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise Problem(f"{command}: --{name.replace('_', '-')} must be positive, got {value}")
+
+
+@contextmanager
+def sentences(command: str, options: Mapping[str, str] | Collection[str] = ()) -> Iterator[None]:
+    """Convert a library's errors about user input to the command's Problems.
+
+    options: names of library arguments that are options. A mapping gives the options' names where they differ.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        said = _name_option(one_line(error), options).replace("a lower lr", "a lower --lr")
+        raise Problem(f"{command}: {said}", code=1) from error
+    except (ValueError, OSError, OverflowError) as error:
+        if is_disk_full(error):
+            raise
+        said = one_line(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"
+        raise Problem(f"{command}: {_name_option(said, options)}") from error
+
+
+def _name_option(said: str, options: Mapping[str, str] | Collection[str]) -> str:
+    """Begin a sentence with the option for an argument, instead of with the function and the argument."""
+    said = re.sub(r"^(retrieve [a-z]+|(?!where)\w+(\.\w+)?): ", "", said)  # "where: …" names an option
+    name = re.match(r"([a-z_]+)(?= must | is not defined|=)", said)
+    if name is None or name[1] not in options:
+        return replace_arguments(said, options)
+    return _spell(name[1], options) + replace_arguments(said[name.end() :], options)
+
+
+def replace_arguments(said: str, options: Mapping[str, str] | Collection[str] = ()) -> str:
+    """Replace `name=…` and `name='value'` in a library message with options."""
+    said = re.sub(r"\b([a-z_]+)=…", lambda found: _spell(found[1], options), said)
+    known = "|".join(options)
+    return (
+        re.sub(rf"\b({known})='(\w+)'", lambda found: f"{_spell(found[1], options)} {found[2]}", said)
+        if known
+        else said
+    )
+
+
+def _spell(name: str, options: Mapping[str, str] | Collection[str]) -> str:
+    option = options.get(name, name) if isinstance(options, Mapping) else name
+    return f"--{option.replace('_', '-')}"
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -128,7 +193,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Whether a disk that is full, or fails, caused this error, directly or through the error's causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):

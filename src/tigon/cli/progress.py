@@ -46,7 +46,7 @@ class Steps:
     """`with Steps(console, "steps", total) as steps`: a known number of steps, with the rate per second.
 
     Args:
-        unit: what is counted, in the plural. total: the most steps. done: steps already finished.
+        unit: the counted things, in the plural. total: the most steps. done: steps already finished.
     """
 
     def __init__(self, console: Any, unit: str, total: int, done: int = 0) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json as encoder
+import json
 import math
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.options import argument, device_option, json_option, option
+from tigon.cli.problem import Problem, check_choice, find_device, needs
+from tigon.cli.screen import screen, show
 
 if TYPE_CHECKING:
     import torch
@@ -24,113 +25,90 @@ FACTOR = 2.0
 FLOOR = {"float32": 32.0, "bfloat16": 1.0, "float16": 2.0}
 # Sizes for a model without weights. 128 columns show the same errors as 4096.
 TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 4,
-    "head_dim": 32,
-    "vocab_size": 1024,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
+    "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_attention_heads": 4,
+    "head_dim": 32, "vocab_size": 1024, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
-def verify(
-    model: Annotated[
-        str,
-        typer.Argument(help="A directory (of a model or of adapters), a config.json, a name on the hub, a preset."),
-    ],
-    layers: Annotated[int, typer.Option(help="How many of the layers to build; 0 for all.", min=0)] = 2,
-    full_width: Annotated[
-        bool, typer.Option("--full-width", help="Keep the widths of a model that has no weights.")
-    ] = False,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 2,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", min=2)] = 64,
-    lora: Annotated[int | None, typer.Option(help="Put LoRA adapters of this rank on the model.", min=1)] = None,
-    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",
-    adapters: Annotated[
-        str | None, typer.Option(help="Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0, max=2**32 - 1)] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    model: str = argument("A directory (of a model or of adapters), a config.json, a name on the hub, a preset.")
+    layers: int = option(2, "How many of the layers to build; 0 for all.", min=0)
+    full_width: bool = option(False, "Keep the widths of a model that has no weights.")
+    dtype: str = option("float32", f"{', '.join(DTYPES)}.")
+    device: str = device_option()
+    batch_size: int = option(2, "Sequences.", min=1)
+    seq_len: int = option(64, "Tokens per sequence.", min=2)
+    lora: int | None = option(None, "Put LoRA adapters of this rank on the model.", min=1)
+    lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
+    adapters: str | None = option(None, "Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
+    seed: int = option(0, "Seed of tokens and of random weights.", min=0, max=2**32 - 1)
+    json: bool = json_option()
+
+
+def verify(options: VerifyOptions) -> None:
     """Compare a model's loss and gradients, plain against fused; the exit code is 1 when they differ.
 
     The measure is the plain model's own rounding: the distance to the same model in fp64. A model without weights gets
     random weights and small widths; so do adapters without weights. With adapters their own gradients are compared.
     """
     needs("tigon verify", "train", "torch", "transformers")
-    if dtype not in DTYPES:
-        raise Problem(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    place = device_of(device)
+    check_choice("", options, dtype=DTYPES)
+    device = find_device(options.device)
     from tigon.cli.adapters import add_adapters, find_adapted, new_adapters
-    from tigon.cli.inspect import BOTH
     from tigon.cli.model import quiet_transformers
-    from tigon.cli.screen import screen, show
 
-    if lora and adapters:
-        raise Problem(BOTH)
-    source, found_adapters = find_adapted(model, adapters)
-    if lora and found_adapters:
-        raise Problem(BOTH)
-    if lora:
-        found_adapters = new_adapters(lora, lora_targets, 0.0)
+    source, adapters = find_adapted(options.model, options.adapters, options.lora)
+    if options.lora:
+        adapters = new_adapters(options.lora, options.lora_targets, 0.0)
     import torch
 
     quiet_transformers()
     from tigon import fuse
 
-    console = screen(quiet=json)
-    torch.manual_seed(seed)
+    console = screen(quiet=options.json)
+    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(options.seed)
     with console.status("building the model"):
-        built = _build(source, layers, full_width, getattr(torch, dtype)).to(place)
-        if found_adapters is not None:
-            saved = source.weights and found_adapters.place is not None
-            built = add_adapters(built, found_adapters, saved=saved).train()
-    vocab = built.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocab, (batch_size, seq_len), device=place)
+        model = _build(source, options.layers, options.full_width, dtype).to(device)
+        if adapters is not None:
+            saved = source.weights and adapters.place is not None
+            model = add_adapters(model, adapters, saved=saved).train()
+    vocab = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocab, (options.batch_size, options.seq_len), device=device)
     labels = ids.clone()
-    labels[:, : seq_len // 8] = -100  # a prompt, excluded from the loss
+    labels[:, : options.seq_len // 8] = -100  # a prompt, excluded from the loss
     with console.status("running it in fp64, plain and fused"):
-        exact = _loss_and_gradients(_in_fp64(built), ids, labels)
-        plain = _loss_and_gradients(built, ids, labels)
-        fusion = fuse(built)
-        fused = _loss_and_gradients(built, ids, labels)
-    rows = compare(exact, plain, fused, FLOOR[dtype] * torch.finfo(getattr(torch, dtype)).eps)
-    report = fusion.report()
+        exact = _compute_gradients(_widen(model), ids, labels)
+        plain = _compute_gradients(model, ids, labels)
+        fusion = fuse(model)
+        fused = _compute_gradients(model, ids, labels)
+    rows = compare(exact, plain, fused, FLOOR[options.dtype] * torch.finfo(dtype).eps)
+    report, reason = fusion.report(), _explain_kernels(ids, dtype)
     wrong = [row["name"] for row in rows if not row["equal"]]
-    reason = _no_kernels(ids, getattr(torch, dtype))
-    if json:
-        found: dict[str, object] = {
-            "model": source.name,
-            "dtype": dtype,
-            "device": place.type,
-            "adapters": None if found_adapters is None else str(found_adapters),
-            "rows": rows,
-            "report": report.to_dict(),
-        }
-        found["kernels"] = reason is None
-        print(encoder.dumps(found, indent=2))
+    with_adapters = None if adapters is None else str(adapters)
+    if options.json:
+        found = {
+            "model": source.name, "dtype": options.dtype, "device": device.type, "adapters": with_adapters,
+            "rows": rows, "report": report.to_dict(), "kernels": reason is None,
+        }  # fmt: skip
+        print(json.dumps(found, indent=2))
     else:
-        show(console, report.to_rich())
-        layers = built.config.get_text_config().num_hidden_layers
-        with_ = "" if found_adapters is None else f", {found_adapters}"
-        show(console, _table(rows, f"{source.name}, {layers} layers, {dtype}{with_}"))
+        show(report.to_rich())
+        words = [source.name, f"{model.config.get_text_config().num_hidden_layers} layers", options.dtype]
+        show(_make_table(rows, ", ".join([*words, with_adapters] if with_adapters else words)))
     if wrong:
         raise Problem(f"plain and fused differ by more than rounding in {', '.join(wrong)}", code=1)
-    console.print("plain and fused agree: no difference is above rounding", highlight=False)
+    console.print("plain and fused agree: no difference is above rounding")
     if reason is not None:
         console.print(
             f"No kernel was tested: {reason}, so the fused model ran by PyTorch's own operators. Verify on a GPU, or "
             "set TRITON_INTERPRET=1 and TIGON_BACKEND=triton to interpret the kernels.",
-            style="yellow", highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            style="yellow",
+        )
 
 
-def _no_kernels(ids: Any, dtype: torch.dtype) -> str | None:
+def _explain_kernels(ids: Any, dtype: torch.dtype) -> str | None:
     """The reason why no Triton kernel ran on the device of ids; None if some did."""
     import torch
 
@@ -208,7 +186,7 @@ def _narrow(config: PretrainedConfig) -> None:
             setattr(config, name, None)
 
 
-def _in_fp64(model: Any) -> Any:
+def _widen(model: Any) -> Any:
     wide = copy.deepcopy(model).double()
     inner = wide.get_base_model() if hasattr(wide, "get_base_model") else wide
     if getattr(type(inner), "_can_set_experts_implementation", lambda: False)():
@@ -216,7 +194,7 @@ def _in_fp64(model: Any) -> Any:
     return wide
 
 
-def _loss_and_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
+def _compute_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
     """The loss and every parameter's gradient, in fp64."""
     model.zero_grad(set_to_none=True)
     # Dropout would differ between two runs.
@@ -251,17 +229,10 @@ def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any],
         of_plain = _worst(_error(plain[n], exact[n]) for n in names)
         of_fused = _worst(_error(fused[n], exact[n]) for n in names)
         bound = max(FACTOR * of_plain, floor)
-        rows.append(
-            {
-                "name": group,
-                "tensors": len(names),
-                "max_difference": largest,
-                "error_plain": of_plain,
-                "error_fused": of_fused,
-                "bound": bound,
-                "equal": bool(of_fused <= bound),  # False for NaN
-            }
-        )
+        rows.append({
+            "name": group, "tensors": len(names), "max_difference": largest, "error_plain": of_plain,
+            "error_fused": of_fused, "bound": bound, "equal": bool(of_fused <= bound),  # False for NaN
+        })  # fmt: skip
     return rows
 
 
@@ -276,7 +247,7 @@ def _error(value: Any, exact: Any) -> float:
     return float((value - exact).norm()) / (size if size > 0 else 1.0)
 
 
-def _table(rows: list[dict[str, Any]], title: str) -> Any:
+def _make_table(rows: list[dict[str, Any]], title: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 

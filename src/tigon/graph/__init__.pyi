@@ -5,5 +5,5 @@ from tigon.graph.citations import planetoid as planetoid
 from tigon.graph.data import Graph as Graph
 from tigon.graph.data import read_graph as read_graph
 from tigon.graph.g2r import G2R as G2R
-from tigon.graph.g2r import groups_of as groups_of
-from tigon.graph.probing import probe as probe
+from tigon.graph.g2r import group_neighbors as group_neighbors
+from tigon.graph.linear_probe import probe as probe

@@ -50,7 +50,7 @@ def planetoid(name: str, folder: str | Path) -> Graph:
             raise ValueError(f"planetoid: {error}") from error
     test = _indices(place / f"ind.{name}.test.index")
     try:
-        return _joined(place, read, test)
+        return _join_parts(place, read, test)
     except DamagedFileError as error:
         raise ValueError(f"planetoid: {error}") from error
     except (ValueError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
@@ -73,14 +73,14 @@ def _folder(name: str, folder: Path) -> Path:
     return place
 
 
-def _joined(place: Path, read: dict[str, Any], test: npt.NDArray[np.int64]) -> Graph:
+def _join_parts(place: Path, read: dict[str, Any], test: npt.NDArray[np.int64]) -> Graph:
     labels, test_labels, train_labels = (_table(read[part]) for part in ("ally", "ty", "y"))
     # Test nodes are in test.index order. CiteSeer skips some node numbers: nodes without features or labels.
     n = max(len(read["graph"]), int(test.max()) + 1)
     if int(test.min()) < 0:
         raise ValueError(f"a node must be 0 or more, got {int(test.min())}")
     # Factor 2: dividing the table by its sums makes a copy.
-    check_memory(place, 2 * 4 * sum(rows * _width(read["allx"]) for rows in (n, _height(read["allx"]), len(test))))
+    check_memory(place, 2 * 4 * (n + read["allx"].shape[0] + len(test)) * read["allx"].shape[1])
     known, tested, train = _dense(read["allx"]), _dense(read["tx"]), len(train_labels)
     x = np.zeros((n, known.shape[1]), np.float32)
     y = np.full(n, -1)
@@ -102,14 +102,6 @@ def _table(found: Any) -> npt.NDArray[Any]:
     if not isinstance(found, np.ndarray) or found.ndim != 2:
         raise ValueError("labels must be an array with a column for each class")
     return found
-
-
-def _height(rows: Any) -> int:
-    return int(rows.shape[0])
-
-
-def _width(rows: Any) -> int:
-    return int(rows.shape[1])
 
 
 def _dense(rows: Any) -> npt.NDArray[np.float32]:

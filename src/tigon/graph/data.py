@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.files import read_arrays, read_tensors
-from tigon.graph.g2r import check_features, edges_of
+from tigon.graph.g2r import check_features, list_edges
 from tigon.kernels import check_tensors
 
 NAMES = ("x", "edge_index", "y", "train", "val", "test")
@@ -43,7 +43,7 @@ class Graph:
             raise ValueError(f"Graph: x must be (n, F) floats, got {tuple(self.x.shape)} {self.x.dtype}.")
         n = len(self.x)
         check_features("Graph", self.x)
-        edges_of("Graph", self.edge_index, n)
+        list_edges("Graph", self.edge_index, n)
         if self.y is not None and (self.y.shape != (n,) or not _whole(self.y)):
             raise ValueError(f"Graph: y must be ({n:,},) integers, got {tuple(self.y.shape)} {self.y.dtype}.")
         for name in ("train", "val", "test"):

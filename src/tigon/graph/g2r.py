@@ -26,13 +26,13 @@ from tigon.losses.coding_rates import RowGroups, coding_rate
 from tigon.losses.options import check_choice, check_positive
 from tigon.manifest import check_manifest, write_manifest
 
-__all__ = ["G2R", "groups_of"]
+__all__ = ["G2R", "group_neighbors"]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 OPTIONS = ("features", "hidden", "out", "eps", "gamma")
 
 
-def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "columns"] = "rows") -> RowGroups:
+def group_neighbors(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "columns"] = "rows") -> RowGroups:
     """Convert a graph's neighbourhoods to row groups: group i contains the nodes with an edge to node i.
 
     Args:
@@ -43,8 +43,8 @@ def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "col
     Returns: `tigon.losses.RowGroups` with n groups; nodes without neighbours have empty groups.
     Raises: ValueError for invalid shapes or node numbers.
     """
-    check_choice("groups_of", "normalize", normalize, ("rows", "columns"))
-    source, target = edges_of("groups_of", edge_index, nodes)
+    check_choice("group_neighbors", "normalize", normalize, ("rows", "columns"))
+    source, target = list_edges("group_neighbors", edge_index, nodes)
     counts = target.bincount(minlength=nodes)
     share = counts[target] if normalize == "rows" else source.bincount(minlength=nodes)[source]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -96,7 +96,7 @@ class G2R(nn.Module):
             x, edge_index: as in `forward`; no gradients.
             epochs: number of steps.
             nodes: neighbourhoods sampled per step; all if there are fewer.
-            normalize: as in `groups_of`.
+            normalize: as in `group_neighbors`.
             optimizer: over this module's parameters; default `self.optimizer()`.
             seed: for sampling neighbourhoods. The module's current weights are the initial weights.
             done: epochs already completed when resuming; sampling continues as in an uninterrupted fit.
@@ -109,11 +109,11 @@ class G2R(nn.Module):
         check_tensors("G2R.fit", x=x)
         check_features("G2R.fit", x)
         n = len(x)
-        source, target = edges_of("G2R.fit", edge_index, n)
+        source, target = list_edges("G2R.fit", edge_index, n)
         connected = target.unique().cpu()
         if not len(connected):
             raise ValueError("G2R.fit: edge_index must hold an edge between two nodes, got none.")
-        groups = groups_of(edge_index, n, normalize=normalize)
+        groups = group_neighbors(edge_index, n, normalize=normalize)
         kept = edge_index
         if isinstance(self.encoder, _Convolutions):
             kept = _adjacency(torch.stack([source, target]), n, x.dtype)
@@ -233,7 +233,7 @@ class _Convolutions(nn.Module):
             raise ValueError(f"G2R: x must be of the weights' dtype, {dtype}, got {x.dtype}: x.to({dtype}).")
         A = edge_index
         if A.layout == torch.strided:
-            A = _adjacency(torch.stack(edges_of("G2R", edge_index, len(x))), len(x), x.dtype)
+            A = _adjacency(torch.stack(list_edges("G2R", edge_index, len(x))), len(x), x.dtype)
         h = torch.relu(A @ (x @ self.weight1) + self.bias1)
         return A @ (h @ self.weight2) + self.bias2
 
@@ -245,7 +245,7 @@ def check_features(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: x must be finite, got {float(bad[0])}, one of {len(bad):,} such numbers.")
 
 
-def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+def list_edges(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
     """Sources and targets, without duplicates and self-loops, sorted by target."""
     check_tensors(name, edge_index=edge_index)
     whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype == torch.bool)
@@ -264,7 +264,7 @@ def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]
 
 
 def _adjacency(edges: Tensor, nodes: int, dtype: torch.dtype) -> Tensor:
-    """D^-½ (adjacency + I) D^-½ as a sparse matrix with targets as rows; edges as returned by `edges_of`."""
+    """D^-½ (adjacency + I) D^-½ as a sparse matrix with targets as rows; edges as returned by `list_edges`."""
     loops = torch.arange(nodes, device=edges.device).expand(2, nodes)
     source, target = torch.cat([edges, loops], 1)
     degree = target.bincount(minlength=nodes).to(dtype)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from tigon.cli.checkpoint import checkpoints, prune, seal
+from tigon.cli.checkpoint import prune, seal
 from tigon.cli.problem import Problem
-from tigon.cli.signals import received
+from tigon.cli.signals import Interrupts
 
 
-class RunCallback(TrainerCallback):
+class RunCallback(Interrupts, TrainerCallback):
     """Seals the trainer's checkpoints, and ends the run on a signal or on a loss that is not finite.
 
     A checkpoint gets a manifest when all its files are on disk: a checkpoint that a kill, a crash or a full disk
@@ -32,28 +29,9 @@ class RunCallback(TrainerCallback):
     """
 
     def __init__(self, fusion: Any = None) -> None:
+        super().__init__()
         self.fusion = fusion
-        self.signal = 0
-        self._since = 0.0
         self._limit: int | None = None
-
-    def __enter__(self) -> RunCallback:
-        self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
-        self.signal = self.signal or received()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: Any) -> None:
-        # The terminal and torchrun both send the signal for one Ctrl-C: a repetition within a second does not count.
-        if self.signal and number == signal.SIGINT and time.monotonic() - self._since > 1:
-            raise KeyboardInterrupt
-        if not self.signal:
-            self.signal, self._since = number, time.monotonic()
-            if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\ntigon: stopping after this step, with a checkpoint\n")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._limit, args.save_total_limit = args.save_total_limit, None
@@ -85,7 +63,3 @@ class RunCallback(TrainerCallback):
             seal(output / f"checkpoint-{state.global_step}")
             if self._limit:
                 prune(output, self._limit, best=state.best_model_checkpoint)
-
-
-def has_checkpoint(output: Path) -> bool:
-    return bool(checkpoints(output))

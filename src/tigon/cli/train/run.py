@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
@@ -14,18 +15,11 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
-from tigon.cli.checkpoint import CRC_LIMIT, defect, newest_whole
-from tigon.cli.folder import LOCK, Claim
-from tigon.cli.model import (
-    Source,
-    find_model,
-    load_tokenizer,
-    random_model,
-    stored_form,
-)
-from tigon.cli.problem import Problem, check_writable, disk_full, is_out_of_memory, needs, one_line
+from tigon.cli.checkpoint import CRC_LIMIT, LOCK, find_checkpoints, find_defect, find_newest, lock_folder
+from tigon.cli.model import Source, find_model, load_tokenizer, random_model, stored_form
+from tigon.cli.problem import Problem, check_writable, is_disk_full, is_out_of_memory, needs, one_line
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
-from tigon.cli.train.callback import RunCallback, has_checkpoint
+from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
 from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
 from tigon.manifest import check_manifest, write_manifest
@@ -45,19 +39,14 @@ def run(options: TrainOptions) -> None:
     """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended the run."""
     output = Path(options.trainer.output_dir).expanduser().resolve()
     options.trainer.output_dir = str(output)
-    with Claim() as claim:
-        checkpoint = find_checkpoint(output, options.trainer.resume_from_checkpoint)
-        if PartialState().is_main_process:
-            claim.take(output)
-        if options.trainer.world_size == 1:
-            options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
-        if options.task in SYSTEM_TASKS:
-            make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
-        else:
-            make_trainer = make_trl_trainer
-        trainer, fusion = make_trainer(options)
-        if trainer.is_world_process_zero():
-            claim.take(output)  # repeated: the trainer has created the folder
+    checkpoint = find_checkpoint(output, options.trainer.resume_from_checkpoint)
+    if options.trainer.world_size == 1:
+        options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
+    make_trainer: Any = make_trl_trainer
+    if options.task in SYSTEM_TASKS:
+        make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
+    trainer, fusion = make_trainer(options)
+    with lock_folder(output) if trainer.is_world_process_zero() else contextlib.nullcontext():
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()
@@ -75,13 +64,13 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
     """
     check_writable(output, "--output_dir")
     word = (wanted or "").lower()
-    if word == "true" or (word == "auto" and has_checkpoint(output)):
-        found, notes = newest_whole(output)
+    if word == "true" or (word == "auto" and find_checkpoints(output)):
+        found, notes = find_newest(output)
         for note in notes if PartialState().is_main_process else ():
             print(f"{note}; going back to {found}", flush=True)
         return str(found)
     if wanted and word not in ("auto", "false"):
-        reason = defect(Path(wanted)) if Path(wanted).is_dir() else "there is no such folder"
+        reason = find_defect(Path(wanted)) if Path(wanted).is_dir() else "there is no such folder"
         if reason:
             raise Problem(f"--resume_from_checkpoint {wanted} cannot be used: {reason}")
         return wanted
@@ -124,7 +113,7 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
             **own,
         )
     except Exception as error:
-        if is_out_of_memory(error) or disk_full(error) or isinstance(error, Problem):
+        if is_out_of_memory(error) or is_disk_full(error) or isinstance(error, Problem):
             raise
         raise Problem(f"--task {options.task}: {type(error).__name__}: {one_line(error)}") from error
     trainer.create_model_card = lambda *_, **__: None  # each checkpoint would overwrite the user's own
@@ -238,7 +227,7 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
         with callback:
             trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
-        if not disk_full(error):
+        if not is_disk_full(error):
             raise
         raise Problem(
             f"the disk of {trainer.args.output_dir} is full, or fails, at step {trainer.state.global_step}; make room, "

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import json as encoder
-import shutil
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tigon.cli.outputs import PICTURES, check_output_file, check_output_folder
-from tigon.cli.problem import Problem, device_of, needs, one_line
+from tigon.cli.options import argument, device_option, json_option, option
+from tigon.cli.outputs import PICTURES, check_output_file, check_output_folder, replace_output
+from tigon.cli.problem import Problem, check_choice, find_device, needs, one_line
 from tigon.cli.progress import working
-from tigon.compress.cli.cost import Cost, format_cost, megabytes
+from tigon.cli.screen import screen
+from tigon.compress.cli.cost import Cost, format_cost, measure_megabytes
 from tigon.files import DamagedFileError
 from tigon.manifest import MANIFEST, read_manifest, write_manifest
 
@@ -24,107 +24,100 @@ NAME = "compress"
 METHODS = ("bits", "rank", "prune", "svd", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HELD = 4096  # held-out tokens
-TAKEN = "only one of --budget and --heavy-bits can be given: a size to fit, or the split itself"
 
 
-def compress(
-    model: Annotated[str, typer.Argument(help="A folder of a model with its tokenizer, or a name on the hub.")],
-    data: Annotated[list[Path], typer.Option(help="Text to calibrate on: files, or folders of .txt and .md files.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the compressed model.")],
-    budget: Annotated[
-        float | None, typer.Option(help="Bytes that the layers may take, as a share of those they take now.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}; default: bits.")] = None,
-    heavy_bits: Annotated[int | None, typer.Option(help="Bits of heavy neurons, in the place of --budget.")] = None,
-    rest_bits: Annotated[
-        int | None, typer.Option(help="Bits of the other neurons, with --heavy-bits; default: 3.")
-    ] = None,
-    share: Annotated[
-        float | None, typer.Option(help="Share of heavy neurons, with --heavy-bits; default: 0.25.", min=0, max=1)
-    ] = None,
-    recover: Annotated[int, typer.Option(help="Steps of fine-tuning each changed layer.", min=0)] = 0,
-    embeddings: Annotated[bool, typer.Option("--embeddings", help="Store embeddings in 8 bits too.")] = False,
-    dense: Annotated[bool, typer.Option("--dense", help="Save dense weights, which open without Tigon.")] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens of calibration, from all of the text.", min=256)] = 8192,
-    dtype: Annotated[str, typer.Option(help=f"Of the loaded weights: {', '.join(DTYPES)}.")] = "auto",
-    held: Annotated[
-        list[Path] | None,
-        typer.Option(help="Other text: print its loss and the time of a call, before and after."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    plot: Annotated[Path | None, typer.Option(help="Draw the report into this file.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a compressed model that is in --output, and --plot.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    model: str = argument("A folder of a model with its tokenizer, or a name on the hub.")
+    data: list[Path] = option(..., "Text to calibrate on: files, or folders of .txt and .md files.")
+    output: Path = option(..., "Folder for the compressed model.", "-o")
+    budget: float | None = option(None, "Bytes that the layers may take, as a share of those they take now.")
+    method: str | None = option(None, f"{', '.join(METHODS)}; default: bits.")
+    heavy_bits: int | None = option(None, "Bits of heavy neurons, in the place of --budget.")
+    rest_bits: int | None = option(None, "Bits of the other neurons, with --heavy-bits; default: 3.")
+    share: float | None = option(None, "Share of heavy neurons, with --heavy-bits; default: 0.25.", min=0, max=1)
+    recover: int = option(0, "Steps of fine-tuning each changed layer.", min=0)
+    embeddings: bool = option(False, "Store embeddings in 8 bits too.")
+    dense: bool = option(False, "Save dense weights, which open without Tigon.")
+    tokens: int = option(8192, "Tokens of calibration, from all of the text.", min=256)
+    dtype: str = option("auto", f"Of the loaded weights: {', '.join(DTYPES)}.")
+    held: list[Path] | None = option(None, "Other text: print its loss and the time of a call, before and after.")
+    device: str = device_option()
+    plot: Path | None = option(None, "Draw the report into this file.")
+    overwrite: bool = option(False, "Replace a compressed model that is in --output, and --plot.")
+    json: bool = json_option()
+
+
+def compress(options: CompressOptions) -> None:
     """Compress feed-forward layers: keep heavy neurons at one width, store the others in fewer bits or drop them.
 
     Layers are recognised from activations recorded in a forward pass. Tied, quantised and adapted layers are skipped
     and listed.
     """
     needs(f"tigon {NAME}", "compress", "torch", "transformers", "safetensors")
+    data, held, plot, output = options.data, options.held or [], options.plot, options.output
     if plot is not None:
         needs(f"tigon {NAME} --plot", "compress", "matplotlib")
-        check_output_file(f"{NAME}: --plot", plot, PICTURES, overwrite=overwrite, inputs=[*data, *(held or [])])
-    if dtype not in DTYPES:
-        raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    _check_split(budget, method, heavy_bits, rest_bits, share)
-    inputs: list[str | Path] = [model, *data, *(held or [])]
-    check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_compressed, inputs=inputs)
-    place = device_of(device, NAME)
-    texts, others = _texts(data), _texts(held, "--held") if held else []
+        check_output_file(f"{NAME}: --plot", plot, PICTURES, overwrite=options.overwrite, inputs=[*data, *held])
+    check_choice(NAME, options, dtype=DTYPES)
+    _check_split(options)
+    inputs: list[str | Path] = [options.model, *data, *held]
+    check_output_folder(f"{NAME}: --output", output, overwrite=options.overwrite, is_own=_is_compressed, inputs=inputs)
+    device = find_device(options.device, NAME)
+    texts, others = _read_texts(data, "--data"), _read_texts(held, "--held") if held else []
     from tigon import compress as package
-    from tigon.cli.screen import screen
 
-    console = screen(stderr=True, soft_wrap=True)
-    with working(console, f"reading {model}"):
-        loaded, tokenizer = _load_model(model, dtype)
-        loaded = loaded.to(place)
+    console = screen(stderr=True)
+    with working(console, f"reading {options.model}"):
+        model, tokenizer = _load(options.model, options.dtype)
+        model = model.to(device)
     try:
-        chosen: Any = method or "bits"
-        if heavy_bits is not None:
-            chosen = package.Bits(heavy_bits, 3 if rest_bits is None else rest_bits, 0.25 if share is None else share)
+        method: Any = options.method or "bits"
+        if options.heavy_bits is not None:
+            rest = 3 if options.rest_bits is None else options.rest_bits
+            method = package.Bits(options.heavy_bits, rest, 0.25 if options.share is None else options.share)
         with working(console, "compressing"):
-            ids = _windows(loaded, tokenizer, texts, tokens)
-            cost = Cost(loaded, _windows(loaded, tokenizer, others, HELD)) if others else None
-            report = package.feed_forward(loaded, ids, method=chosen, budget=budget, recover=recover)
-            tables = package.embeddings(loaded) if embeddings else None
+            ids = _make_batches(model, tokenizer, texts, options.tokens)
+            cost = Cost(model, _make_batches(model, tokenizer, others, HELD)) if others else None
+            report = package.feed_forward(model, ids, method=method, budget=options.budget, recover=options.recover)
+            tables = package.embeddings(model) if options.embeddings else None
     except ValueError as error:
         raise Problem(f"{NAME}: {one_line(error, 600).partition(': ')[2]}") from error
     for one in (report, tables):
         if one is not None:
             one.forget()
-    _save(package.dequantize(loaded) if dense else loaded, output, tokenizer)
+    with replace_output(output) as staged:
+        (package.dequantize(model) if options.dense else model).save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        write_manifest(staged, sorted(file.name for file in staged.iterdir()))
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         report.plot(plot)
-    sizes = megabytes(Path(model).expanduser()) or None, megabytes(output)
-    _tell(report, tables, {"mb": sizes, "held": cost and cost.table()}, output, json)
+    sizes = measure_megabytes(Path(options.model).expanduser()) or None, measure_megabytes(output)
+    _show(options, report, tables, {"mb": sizes, "held": cost and cost.measure()})
 
 
-def _check_split(
-    budget: float | None, method: str | None, heavy_bits: int | None, rest_bits: int | None, share: float | None
-) -> None:
+def _check_split(options: CompressOptions) -> None:
     """Check that the options are compatible and that the method exists."""
+    method, heavy_bits = options.method, options.heavy_bits
     if method is not None and method not in METHODS:
         near = difflib.get_close_matches(method.lower(), METHODS, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method!r}{meant}")
-    if budget is not None and heavy_bits is not None:
-        raise Problem(f"{NAME}: {TAKEN}")
-    if budget is None and heavy_bits is None:
+    if options.budget is not None and heavy_bits is not None:
+        raise Problem(f"{NAME}: only one of --budget and --heavy-bits can be given: a size to fit, or the split itself")
+    if options.budget is None and heavy_bits is None:
         raise Problem(f"{NAME}: --budget must be given, a share such as 0.25, or --heavy-bits")
     if heavy_bits is not None and method not in (None, "bits"):
         raise Problem(f"{NAME}: --heavy-bits is a split by bits, so that it takes no --method {method}")
-    for option, value in (("--rest-bits", rest_bits), ("--share", share)):
+    for name, value in (("--rest-bits", options.rest_bits), ("--share", options.share)):
         if heavy_bits is None and value is not None:
-            raise Problem(f"{NAME}: {option} goes with --heavy-bits; within --budget the plan chooses it")
+            raise Problem(f"{NAME}: {name} goes with --heavy-bits; within --budget the plan chooses it")
 
 
-def _tell(report: Report, tables: Report | None, cost: dict[str, Any], output: Path, json: bool) -> None:
-    if json:
-        print(encoder.dumps({"feed_forward": report.to_dict(), "embeddings": tables and tables.to_dict(), **cost}))
+def _show(options: CompressOptions, report: Report, tables: Report | None, cost: dict[str, Any]) -> None:
+    if options.json:
+        print(json.dumps({"feed_forward": report.to_dict(), "embeddings": tables and tables.to_dict(), **cost}))
         return
     print(report.table())
     if tables is not None:
@@ -134,11 +127,11 @@ def _tell(report: Report, tables: Report | None, cost: dict[str, Any], output: P
     before, now = cost["mb"]
     print("file: " + ("" if before is None else f"{before:.2f} MB before, ") + f"{now:.2f} MB now")
     if cost["held"] is not None:
-        print("\n".join(format_cost(cost["held"])))
-    print(f"saved to {output}")
+        print(*format_cost(cost["held"]), sep="\n")
+    print(f"saved to {options.output}")
 
 
-def _texts(paths: list[Path], option: str = "--data") -> list[str]:
+def _read_texts(paths: list[Path], option: str) -> list[str]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -156,7 +149,7 @@ def _texts(paths: list[Path], option: str = "--data") -> list[str]:
     return texts
 
 
-def _windows(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[dict[str, Any]]:
+def _make_batches(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[dict[str, Any]]:
     """Batches with the fewest windows, spread over the whole text, that hold `tokens` tokens."""
     from tigon.compress.calibration import count_tokens, make_batches
 
@@ -165,7 +158,7 @@ def _windows(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[
     return batches[::every]
 
 
-def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
+def _load(name: str, dtype: str) -> tuple[Any, Any]:
     """Load the model, by the class in its configuration, and its tokenizer."""
     import transformers
 
@@ -194,17 +187,6 @@ def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
     except Exception as error:
         raise Problem(f"{NAME}: model {name}: its weights cannot be loaded ({one_line(error)})") from error
     return model, load_tokenizer(name, f"{NAME}: model")
-
-
-def _save(model: Any, output: Path, tokenizer: Any) -> None:
-    """Save via `save_pretrained`, which also writes the layout of compressed layers."""
-    staged = output.with_name(output.name + ".partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    model.save_pretrained(staged)
-    tokenizer.save_pretrained(staged)
-    write_manifest(staged, sorted(file.name for file in staged.iterdir()))
-    shutil.rmtree(output, ignore_errors=True)
-    staged.replace(output)
 
 
 def _is_compressed(folder: Path) -> bool:

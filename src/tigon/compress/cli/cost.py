@@ -10,7 +10,7 @@ from typing import Any
 CALLS, LENGTH = 7, 128  # timed calls with a single sequence; tokens in that sequence
 
 
-def megabytes(folder: Path) -> float:
+def measure_megabytes(folder: Path) -> float:
     """Size in 10⁶ bytes for the weights in a folder."""
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)) / 1e6
 
@@ -23,9 +23,9 @@ class Cost:
 
         self.model, self.batches = model, batches
         self.outputs = OutputDistance(model, batches)
-        self.before = self._now()
+        self.before = self._measure()
 
-    def table(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Loss and latency before and after, and the output distance.
 
         Loss is in nats per token, None unless the model predicts next tokens; latency in ms per call.
@@ -33,15 +33,15 @@ class Cost:
         from tigon.compress.calibration import count_tokens
 
         tokens = sum(map(count_tokens, self.batches))
-        return {"before": self.before, "now": self._now(), "distance": self.outputs.measure(),
+        return {"before": self.before, "now": self._measure(), "distance": self.outputs.measure(),
                 "unit": self.outputs.unit, "tokens": tokens}  # fmt: skip
 
-    def _now(self) -> dict[str, float | None]:
+    def _measure(self) -> dict[str, float | None]:
         # Masked language models also have a token head, but do not predict the next token.
         causal = self.outputs.is_nats and getattr(self.model, "can_generate", lambda: False)()
-        return {"loss": self._loss() if causal else None, "ms": self._ms()}
+        return {"loss": self._measure_loss() if causal else None, "ms": self._measure_ms()}
 
-    def _loss(self) -> float:
+    def _measure_loss(self) -> float:
         import torch
         import torch.nn.functional as F
 
@@ -53,7 +53,7 @@ class Cost:
                 total, count = total + float(F.cross_entropy(y, targets, reduction="sum")), count + len(targets)
         return total / max(1, count)
 
-    def _ms(self) -> float:
+    def _measure_ms(self) -> float:
         """Median latency over a few single-sequence calls; the first call is a warm-up."""
         import torch
 

@@ -2,164 +2,140 @@
 
 from __future__ import annotations
 
-import json as encoder
-import sys
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from tigon.cli.checkpoint import write_json
+from tigon.cli.options import argument, json_option, option
 from tigon.cli.outputs import check_output_file
-from tigon.cli.problem import Problem, check_writable, device_of, integers, needs
-from tigon.rank.cli.shared import metrics_table, sentences, spread
+from tigon.cli.problem import Problem, check_choice, check_writable, find_device, needs, parse_integers
+from tigon.cli.run import describe_versions
+from tigon.cli.screen import draw, screen, show
+from tigon.rank.cli.ranker_folder import HistoryOptions, RankerFolder, SideOptions
+from tigon.rank.cli.report import (
+    list_metrics,
+    make_metrics_table,
+    make_seeds_table,
+    sentences,
+    summarize_seeds,
+)
+from tigon.rank.cli.warm_start import find_seed_runs
 
 NAME = "rank eval"
 PICTURE, RESULTS = "eval.png", "eval.json"
 
 
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, of runs of several seeds, or of a ranker.")],
-    data: Annotated[list[str], typer.Option(help="Impressions with labels, in the forms of `tigon rank fit`.")],
-    history: Annotated[list[str] | None, typer.Option(help="Events; default: those of the run.")] = None,
-    items: Annotated[list[str] | None, typer.Option(help="Features of items; default: those of the run.")] = None,
-    users: Annotated[list[str] | None, typer.Option(help="Features of users; default: those of the run.")] = None,
-    at: Annotated[str, typer.Option(help="Cut-offs of NDCG and HR, separated by commas.")] = "1,5,10",
-    by: Annotated[str | None, typer.Option(help="Column of the data: metrics of each of its values.")] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="impressions, or next-item: the place among all items; default: the run's.")
-    ] = None,
-    draws: Annotated[int, typer.Option(help="Bootstrap draws for the intervals; 0: none.", min=0)] = 200,
-    batch_size: Annotated[int, typer.Option(help="Requests of a batch.", min=1)] = 256,
-    history_max: Annotated[
-        int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
-    ] = None,
-    precision: Annotated[str, typer.Option(help="Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help=f"Folder for {RESULTS} and {PICTURE}; default: the run's.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that are in --output.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(HistoryOptions, SideOptions):
+    run: Path = argument("Folder of a run, of runs of several seeds, or of a ranker.")
+    data: list[str] = option(..., "Impressions with labels, in the forms of `tigon rank fit`.")
+    at: str = option("1,5,10", "Cut-offs of NDCG and HR, separated by commas.")
+    by: str | None = option(None, "Column of the data: metrics of each of its values.")
+    objective: str | None = option(None, "impressions, or next-item: the place among all items; default: the run's.")
+    draws: int = option(200, "Bootstrap draws for the intervals; 0: none.", min=0)
+    output: Path | None = option(None, f"Folder for {RESULTS} and {PICTURE}; default: the run's.", "-o")
+    overwrite: bool = option(False, "Replace results that are in --output.")
+    json: bool = json_option()
+
+
+def evaluate(options: EvaluateOptions) -> None:
     """Compute AUC, GAUC, log loss, ECE, NDCG, MRR and hit rate for a ranker, with bootstrap intervals."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", "matplotlib")
-    cuts = sorted(set(integers(NAME, "--at", at)))
-    place = device_of(device, NAME)
-    if output is not None and output.resolve() != run.resolve():
+    run, device = options.run, find_device(options.device, NAME)
+    output = options.output or run
+    if output.resolve() != run.resolve():
         for name in (RESULTS, PICTURE):
             check_output_file(
-                f"{NAME}: --output", output / name, (Path(name).suffix,), overwrite=overwrite, inputs=data
-            )
-    output = run if output is None else output
+                f"{NAME}: --output", output / name, (Path(name).suffix,), overwrite=options.overwrite,
+                inputs=options.data,
+            )  # fmt: skip
     check_writable(output, f"{NAME}: --output")
-    from tigon.cli.checkpoint import write_json
-    from tigon.cli.kept_runs import circumstances
-    from tigon.cli.screen import screen, show
-    from tigon.rank.cli.opened import Opened
     from tigon.rank.evaluation.evaluate import OBJECTIVES
 
-    if objective is not None and objective not in OBJECTIVES:
-        raise Problem(f"{NAME}: --objective must be one of {', '.join(OBJECTIVES)}, got {objective}")
-    console = screen(stderr=True, soft_wrap=True)
-    from tigon.rank.cli.seeds import evaluations, folders_of, spread_table
-
-    seeds = folders_of(run)
-    if seeds and by is not None:
+    check_choice(NAME, options, objective=OBJECTIVES)
+    cuts = sorted(set(parse_integers(NAME, "--at", options.at)))
+    console, seeds = screen(stderr=True), find_seed_runs(run)
+    if seeds and options.by is not None:
         raise Problem(f"{NAME}: --by is for one run; name one, such as {next(iter(seeds.values()))}")
     found: dict[int, Any] = {}
-    left_out: list[str] = []
-    for seed, folder in (seeds or {-1: run}).items():
-        with console.status(f"reading {folder}"):
-            opened = Opened(NAME, folder, place)
-            table = opened.read(data, history or [], items or [], users or [], labelled=True)
-        opened.check_binary(left_out)
-        batch_options = parse_batch_options(NAME, opened, batch_size, history_max, precision)
+    notes: list[str] = []
+    for seed, place in (seeds or {-1: run}).items():
+        with console.status(f"reading {place}"):
+            folder = RankerFolder(NAME, place, device)
+            table = folder.read(options.data, options, labelled=True)
+        folder.check_binary(notes)
         with console.status(f"scoring {table.rows:,} rows"), sentences(NAME):
-            parts = _measured(opened, table, batch_options, objective or opened.objective, cuts, by, draws)
+            parts = _evaluate_parts(folder, table, options, cuts)
         found[seed] = next(iter(parts.values()))
     whole = found[next(iter(found))]
-    results = {
-        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *dict.fromkeys(left_out), *whole.notes],
-        **(evaluations(found) if seeds else {"metrics": spread(whole)}), **circumstances(place),
+    metrics = {seed: list_metrics(one) for seed, one in found.items()}
+    results: dict[str, Any] = {
+        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *dict.fromkeys(notes), *whole.notes],
     }  # fmt: skip
     if seeds:
+        rows = [{"seed": seed, "metrics": one} for seed, one in metrics.items()]
+        results |= {"seeds": rows, "summary": summarize_seeds(list(metrics.values()))}
         parts = {f"seed {seed}": one for seed, one in found.items()}
-    if by is not None:
-        results["by"] = {by: {name: spread(part) for name, part in list(parts.items())[1:]}}
+        shown = make_seeds_table("all", metrics, results["summary"])
+    else:
+        results["metrics"] = metrics[-1]
+        shown = make_metrics_table(parts)
+    results |= describe_versions(device)
+    if options.by is not None:
+        results["by"] = {options.by: {name: list_metrics(part) for name, part in list(parts.items())[1:]}}
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / RESULTS, results)
-    plot(output / PICTURE, parts)
-    if json:
-        print(encoder.dumps(results))
+    _plot(output / PICTURE, parts)
+    if options.json:
+        print(json.dumps(results))
         return
     for note in results["notes"]:
         console.print(f"note: {note}")
-    if seeds:
-        of_seeds = {row["seed"]: row["metrics"] for row in results["seeds"]}
-        shown = spread_table("all", of_seeds, results["summary"])
-    else:
-        shown = metrics_table(parts)
-    show(screen(width=None if sys.stdout.isatty() else 10_000), shown)
+    show(shown)
     console.print(f"{whole.requests:,} requests; {output / RESULTS} and {output / PICTURE}")
 
 
-def parse_batch_options(command: str, opened: Any, batch_size: int, history_max: int | None, precision: str) -> Any:
-    """`rank.BatchOptions` from command options. The history length defaults to the training run's."""
-    from tigon.rank.data.batches import PRECISIONS, BatchOptions
-
-    if precision not in PRECISIONS:
-        raise Problem(f"{command}: --precision must be one of {', '.join(PRECISIONS)}, got {precision}")
-    longest = opened.options.get("history_max") if history_max is None else history_max
-    return BatchOptions(batch_size, None, longest, precision)
-
-
-def _measured(
-    opened: Any, table: Any, batch_options: Any, objective: str, cuts: list[int], by: str | None, draws: int
-) -> dict[str, Any]:
+def _evaluate_parts(folder: RankerFolder, table: Any, options: EvaluateOptions, cuts: list[int]) -> dict[str, Any]:
     """Evaluations by part name; all rows first."""
     from tigon import rank
     from tigon.rank.evaluation.evaluate import split_by_column
     from tigon.rank.evaluation.score import concat_scores
 
-    if objective == "next-item":
-        if by is not None:
+    batch_options, draws = folder.make_batch_options(options), options.draws
+    if (options.objective or folder.objective) == "next-item":
+        if options.by is not None:
             raise Problem(f"{NAME}: --by is for --objective impressions")
-        return {"all": rank.evaluate_next_items(opened.ranker, table, cuts, batch_options, draws=draws)}
-    column = None if by is None else table.column(by)
-    scored = concat_scores([part for part, _ in opened.scored(table, batch_options)])
+        return {"all": rank.evaluate_next_items(folder.ranker, table, cuts, batch_options, draws=draws)}
+    column = None if options.by is None else table.column(options.by)
+    scored = concat_scores([part for part, _ in folder.score(table, batch_options)])
     parts = {"all": scored} | ({} if column is None else split_by_column(scored, column))
     return {name: rank.evaluate(part, cuts, draws=draws) for name, part in parts.items()}
 
 
-def plot(picture: Path, parts: dict[str, Any]) -> None:
+def _plot(picture: Path, parts: dict[str, Any]) -> None:
     """Plot each metric over all rows with its interval; with several parts, each part's GAUC or AUC."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     whole = next(iter(parts.values()))
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    if len(parts) == 1:
+    with draw(picture) as axes:
         for label, values in whole.labels.items():
-            _bars(axes, list(values), list(values.values()), label)
-        axes.set(ylabel="value")
-    else:
-        for label, values in whole.labels.items():
+            if len(parts) == 1:
+                _plot_intervals(axes, values, label)
+                continue
             name = "auc" if "auc" in values else "gauc"
             # GAUC is undefined if each request in the part has a single row.
-            there = {part: of.labels[label][name] for part, of in parts.items() if name in of.labels.get(label, {})}
-            _bars(axes, list(there), list(there.values()), f"{name} of {label}")
+            found = {part: one.labels.get(label, {}) for part, one in parts.items()}
+            known = {part: metrics[name] for part, metrics in found.items() if name in metrics}
+            _plot_intervals(axes, known, f"{name} of {label}")
         axes.set(ylabel="value")
-    axes.tick_params(axis="x", rotation=30)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
+        axes.tick_params(axis="x", rotation=30)
+        axes.legend()
 
 
-def _bars(axes: Any, names: list[str], values: list[Any], label: str) -> None:
-    lows = [one.value - one.low if one.low is not None else 0.0 for one in values]
-    highs = [one.high - one.value if one.high is not None else 0.0 for one in values]
+def _plot_intervals(axes: Any, values: dict[str, Any], label: str) -> None:
+    metrics = list(values.values())
+    lows = [one.value - one.low if one.low is not None else 0.0 for one in metrics]
+    highs = [one.high - one.value if one.high is not None else 0.0 for one in metrics]
     errors = [[max(x, 0.0) if x == x else 0.0 for x in side] for side in (lows, highs)]
-    axes.errorbar(names, [one.value for one in values], yerr=errors, marker="o", linestyle="", capsize=3, label=label)
+    heights = [one.value for one in metrics]
+    axes.errorbar(list(values), heights, yerr=errors, marker="o", linestyle="", capsize=3, label=label)

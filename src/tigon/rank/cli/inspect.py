@@ -2,116 +2,149 @@
 
 from __future__ import annotations
 
-import json as encoder
-import sys
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from tigon.cli.options import argument, json_option, option
 from tigon.cli.outputs import check_output_file
-from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.problem import Problem, find_device, needs
 from tigon.cli.progress import working
-from tigon.rank.cli.shared import history_of, sentences
+from tigon.cli.screen import screen, show, show_rows
+from tigon.rank.cli.ranker_folder import HistoryOptions, RankerFolder, SideOptions
+from tigon.rank.cli.report import sentences
+from tigon.rank.cli.tables import parse_history
 
 NAME = "rank inspect"
 
 
-def inspect(
-    target: Annotated[Path, typer.Argument(help="Folder of a run or of a ranker, or a table of impressions.")],
-    data: Annotated[
-        list[str] | None, typer.Option(help="Impressions to count and time a request on; default: those of the run.")
-    ] = None,
-    history: Annotated[list[str] | None, typer.Option(help="Events; default: those of the run.")] = None,
-    items: Annotated[list[str] | None, typer.Option(help="Features of items; default: those of the run.")] = None,
-    users: Annotated[list[str] | None, typer.Option(help="Features of users; default: those of the run.")] = None,
-    request: Annotated[str | None, typer.Option(help="Of a table: its column of requests.")] = None,
-    item: Annotated[str | None, typer.Option(help="Of a table: its column of items.")] = None,
-    user: Annotated[str | None, typer.Option(help="Of a table: its column of users.")] = None,
-    time: Annotated[str | None, typer.Option(help="Of a table: its column of times.")] = None,
-    label: Annotated[list[str] | None, typer.Option(help="Of a table: labels, as for `tigon rank fit`.")] = None,
-    action: Annotated[list[str] | None, typer.Option(help="Of a table: columns of what happened in events.")] = None,
-    weight: Annotated[str | None, typer.Option(help="Of a table: its column of weights.")] = None,
-    schema: Annotated[Path | None, typer.Option(help="Of a table: a schema.json to read it by.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Of a table: where the schema goes, to be edited.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests of a batch.", min=1)] = 256,
-    history_max: Annotated[
-        int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is in --output.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(HistoryOptions, SideOptions):
+    target: Path = argument("Folder of a run or of a ranker, or a table of impressions.")
+    data: list[str] | None = option(None, "Impressions to count and time a request on; default: those of the run.")
+    request: str | None = option(None, "Of a table: its column of requests.")
+    item: str | None = option(None, "Of a table: its column of items.")
+    user: str | None = option(None, "Of a table: its column of users.")
+    time: str | None = option(None, "Of a table: its column of times.")
+    label: list[str] | None = option(None, "Of a table: labels, as for `tigon rank fit`.")
+    action: list[str] | None = option(None, "Of a table: columns of what happened in events.")
+    weight: str | None = option(None, "Of a table: its column of weights.")
+    schema: Path | None = option(None, "Of a table: a schema.json to read it by.")
+    output: Path | None = option(None, "Of a table: where the schema goes, to be edited.", "-o")
+    overwrite: bool = option(False, "Replace a file that is in --output.")
+    json: bool = json_option()
+
+
+def inspect(options: InspectOptions) -> None:
     """Describe a run (fields, parameters by part, tokens, FLOPs and latency per request) or a table."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
-    if not target.is_dir() or not any((target / name).exists() for name in ("run.json", "config.json", "prompt.yaml")):
-        from tigon.rank.cli.inspect_data import inspect_data
+    target = options.target
+    if target.is_dir() and any((target / name).exists() for name in ("run.json", "config.json", "prompt.yaml")):
+        _inspect_ranker(options)
+    else:
+        _inspect_table(options)
 
-        if output is not None:
-            inputs: list[str | Path] = [
-                target,
-                *(path for path in (schema,) if path),
-                *(history or []),
-                *(items or []),
-                *(users or []),
-            ]
-            check_output_file(f"{NAME}: --output", output, (".json",), overwrite=overwrite, inputs=inputs)
-        given = {"request": request, "item": item, "user": user, "time": time, "weight": weight,
-                 "labels": label, "action": action}  # fmt: skip
-        inspect_data(
-            target, history=history_of(history or []), items=items or None, users=users or None, schema=schema,
-            output=output, json=json, **{name: value for name, value in given.items() if value},
-        )  # fmt: skip
-        return
-    if output is not None:
+
+def _inspect_ranker(options: InspectOptions) -> None:
+    target = options.target
+    if options.output is not None:
         raise Problem(f"{NAME}: --output is for the schema of a table, got the folder of a ranker, {target}")
-    place = device_of(device, NAME)
-    from tigon.cli.screen import screen
-    from tigon.rank.cli.evaluate import parse_batch_options
-    from tigon.rank.cli.inspected import costs, fields_of, parameters_of
-    from tigon.rank.cli.opened import Opened
+    device: Any = find_device(options.device, NAME)
+    from tigon.rank.cli.costs import count_parameters, list_fields, measure_costs
 
-    console = screen(stderr=True, soft_wrap=True)
+    console = screen(stderr=True)
     with working(console, f"reading {target}"):
-        opened = Opened(NAME, target, place)
-        if opened.by_prompt:
+        folder = RankerFolder(NAME, target, device)
+        if folder.by_prompt:
             raise Problem(f"{NAME}: {target} is a language model, which `tigon inspect` describes")
-        files = data or opened.options.get("data")
-        table = opened.read(files, history or [], items or [], users or [], labelled=False) if files else None
+        files = options.data or folder.options.get("data")
+        table = folder.read(files, options, labelled=False) if files else None
+    ranker = folder.ranker
+    fields, parameters = list_fields(ranker.schema), count_parameters(ranker)
     found: dict[str, Any] = {
-        "kind": opened.ranker.kind, "labels": opened.ranker.score_weights, "fields": fields_of(opened.ranker.schema),
-        "parameters": parameters_of(opened.ranker),
+        "kind": ranker.kind, "labels": ranker.score_weights, "fields": fields, "parameters": parameters
     }  # fmt: skip
     if table is not None and len(table):
         with working(console, "timing a batch"), sentences(NAME):
-            found["request"] = costs(
-                opened.ranker, table, parse_batch_options(NAME, opened, batch_size, history_max, "auto")
-            )
-    if json:
-        print(encoder.dumps(found))
+            found["request"] = measure_costs(ranker, table, folder.make_batch_options(options))
+    if options.json:
+        print(json.dumps(found))
         return
-    _show(found, place)
+    rows = [{**row, "rows": f"{row['rows']:,}" if row["rows"] else ""} for row in fields]
+    show_rows([{"rows of its table" if k == "rows" else k: v for k, v in row.items()} for row in rows], "what it reads")
+    total = sum(parameters.values())
+    parts = [
+        {"part": name, "parameters": f"{count:,}", "share": f"{count / max(total, 1):.1%}"}
+        for name, count in parameters.items()
+    ]
+    show_rows(parts, f"{ranker.kind}, {total:,} parameters")
+    if "request" in found:
+        costs = {k: f"{v:,.4g}" if isinstance(v, float) else f"{v:,}" for k, v in found["request"].items()}
+        title = f"{found['request']['requests']:,} requests, on {device}"
+        show_rows([{"a request": name, "": value} for name, value in costs.items()], title)
 
 
-def _show(found: dict[str, Any], device: Any) -> None:
+def _inspect_table(options: InspectOptions) -> None:
+    from tigon.rank import Impressions, Schema
+    from tigon.rank.data.leakage import find_leaky_fields, find_rare_crosses
+    from tigon.rank.data.summary import summarize
+
+    if options.output is not None:
+        inputs: list[str | Path] = [options.target, *([options.schema] if options.schema else [])]
+        inputs += [path for name in ("history", "items", "users") for path in getattr(options, name) or []]
+        check_output_file(f"{NAME}: --output", options.output, (".json",), overwrite=options.overwrite, inputs=inputs)
+    console = screen(stderr=True)
+    roles = {name: getattr(options, name) for name in ("request", "item", "user", "time", "weight", "action")}
+    given: dict[str, Any] = {name: value for name, value in {**roles, "labels": options.label}.items() if value}
+    with sentences(NAME), working(console, f"reading {options.target}"):
+        schema = None if options.schema is None else Schema.load(options.schema)
+        data = Impressions.read(
+            options.target, history=parse_history(options.history or []), items=options.items or None,
+            users=options.users or None, schema=schema, labelled=False, **given,
+        )  # fmt: skip
+        if options.output is not None:
+            data.schema.save(options.output)
+    with working(console, "looking at what single fields say"):
+        found = summarize(data)
+        found["notes"] = [*found["notes"], *find_leaky_fields(data), *find_rare_crosses(data)]
+    if options.json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        _show_table(found)
+
+
+def _show_table(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from tigon.cli.screen import screen, show
+    title = f"{found['requests']:,} requests, {found['rows']:,} rows, {found['events']:,} events"
+    whole = Table("", "", title=title, show_header=False)
+    whole.add_row("candidates a request", _format_counts(found["candidates"]))
+    if found["events"]:
+        history = found["history"]
+        whole.add_row("events a request", f"{_format_counts(history)}; none: {history['empty']:.1%}")
+    if found["time"]:
+        whole.add_row("first and last", " and ".join(found["time"]))
+    for label, share in found["labels"].items():
+        whole.add_row(f"label {label}", f"{share:.2%} of the rows")
+    for role, name in found["roles"].items():
+        whole.add_row(role, name if isinstance(name, str) else ", ".join(name))
+    show(whole)
+    fields = [
+        {
+            "field": one["name"], "kind": one["kind"], "side": one["side"],
+            "in events": "yes" if one["history"] else "",
+            "values": f"{one['values']:,}" if one["values"] else "",
+            "missing": f"{one['missing']:.1%}" if one["missing"] else "",
+        }
+        for one in found["fields"]
+    ]  # fmt: skip
+    show_rows(fields, "fields")
+    if found["left_out"]:
+        show_rows([{"column": name, "why": why} for name, why in found["left_out"].items()], "left out")
+    for note in found["notes"]:
+        print(note)
 
-    out = screen(width=None if sys.stdout.isatty() else 10_000)
-    fields = Table("field", "kind", "side", "rows of its table", title="what it reads")
-    for row in found["fields"]:
-        fields.add_row(row["name"], row["kind"], row["side"], f"{row['rows']:,}" if row["rows"] else "")
-    show(out, fields)
-    total = sum(found["parameters"].values())
-    parts = Table("part", "parameters", "share", title=f"{found['kind']}, {total:,} parameters")
-    for name, count in found["parameters"].items():
-        parts.add_row(name, f"{count:,}", f"{count / max(total, 1):.1%}")
-    show(out, parts)
-    if "request" in found:
-        costs = Table("a request", "", title=f"{found['request']['requests']:,} requests, on {device}")
-        for name, value in found["request"].items():
-            costs.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
-        show(out, costs)
+
+def _format_counts(counts: dict[str, Any]) -> str:
+    return f"{counts['mean']:,.4g} on average, {counts['most']:,} at most"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.problem import Problem, integers
+from tigon.cli.problem import Problem, check_choice, parse_integers
 from tigon.files import DamagedFileError, read_json
-from tigon.rank.cli.shared import sentences, weights_of
+from tigon.rank.cli.report import sentences
 
 # Options specific to some rankers. None: the ranker's default.
 OPTIONS_OF = {
@@ -21,36 +21,52 @@ WIDTHS = ("mlp", "tower_mlp")
 REPLACED = ("cross", "layers", "rank", "mlp")
 
 
-def arguments_of(command: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for the --model class besides the schema, from a command's options.
+def parse_arguments(command: str, options: Any) -> dict[str, Any]:
+    """Arguments for the --model class besides the schema, from the options of `tigon rank fit`.
 
     Raises: Problem for an unknown model, an option for another model, and invalid widths or towers.
     """
-    model = given["model"]
-    if model not in MODELS:
-        raise Problem(f"{command}: --model must be one of {', '.join(MODELS)}, got {model}")
+    model = options.model
+    check_choice(command, options, model=MODELS)
     for other, names in OPTIONS_OF.items():
         for name in names if other != model else ():
-            if given.get(name) not in (None, []):
+            if getattr(options, name) not in (None, []):
                 raise Problem(f"{command}: --{name.replace('_', '-')} is for --model {other}, got {model}")
-    for name in REPLACED if given.get("blocks") else ():
-        if given.get(name) is not None:
+    for name in REPLACED if options.blocks else ():
+        if getattr(options, name) is not None:
             raise Problem(f"{command}: --{name} is not for --blocks, which stand in place of cross layers and MLP")
-    found = {name: given[name] for name in (*COMMON, *OPTIONS_OF[model]) if given.get(name) is not None}
+    names = (*COMMON, *OPTIONS_OF[model])
+    found = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name in WIDTHS:
         if name in found:
-            words = found[name]
-            option = f"--{name.replace('_', '-')}"
-            found[name] = () if words == "none" else tuple(integers(command, option, words))
+            words, flag = found[name], f"--{name.replace('_', '-')}"
+            found[name] = () if words == "none" else tuple(parse_integers(command, flag, words))
     if towers := found.pop("tower", None):
-        found["towers"] = _towers(command, towers)
+        found["towers"] = _parse_towers(command, towers)
     if "calibrate" in found:
         found["calibrate"] = {"none": False, "label": True}.get(found["calibrate"], found["calibrate"])
-    found["weights"] = weights_of(command, "--score-weight", given["score_weight"] or [])
+    found["weights"] = parse_weights(command, "--score-weight", options.score_weight)
     return found
 
 
-def _towers(command: str, given: list[str]) -> dict[str, list[str]]:
+def parse_weights(command: str, option: str, given: list[str] | None) -> dict[str, float] | None:
+    """Parse numbers from options such as click=0.5.
+
+    Raises: Problem for invalid values.
+    """
+    found = {}
+    for text in given or []:
+        label, equals, number = text.rpartition("=")
+        try:
+            found[label.strip()] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or not label.strip():
+            raise Problem(f"{command}: {option} must be a label and a number, such as click=0.5, got {text}")
+    return found or None
+
+
+def _parse_towers(command: str, given: list[str]) -> dict[str, list[str]]:
     towers = {}
     for text in given:
         name, equals, labels = text.partition("=")
@@ -77,44 +93,40 @@ def read_blocks(command: str, file: Path) -> list[dict[str, Any]]:
         return [{**block._asdict(), "inputs": list(block.inputs)} for block in parse_blocks(found)]
 
 
-def choose(given: dict[str, Any], train: Any) -> list[str]:
-    """Fill in open options from the data, via `rank.choose_sizes` and `rank.FitOptions.settings`.
+def choose_options(options: Any, train: Any) -> dict[str, Any]:
+    """Values for open options from the data, via `rank.choose_sizes` and `rank.FitOptions.settings`.
 
-    given: a command's options; open options are None. train: the training impressions.
-    Returns: names of the options that were filled in.
+    options: of `tigon rank fit`; open options are None. train: the training impressions.
     """
     from tigon.rank.training.defaults import choose_settings, choose_sizes
 
     chosen: dict[str, Any] = {}
-    if not given.get("from_run"):
-        named = {name: given.get(name) for name in (*COMMON, *OPTIONS_OF[given["model"]])}
-        if given.get("blocks") or given.get("cross") == "none":
+    if not options.from_run:
+        named = {name: getattr(options, name) for name in (*COMMON, *OPTIONS_OF[options.model])}
+        if options.blocks or options.cross == "none":
             named |= dict.fromkeys(("layers", "rank"), 0)
-        if given.get("blocks"):
+        if options.blocks:
             named["mlp"] = "none"
-        chosen = choose_sizes(given["model"], train, named)
+        chosen = choose_sizes(options.model, train, named)
     width = None
-    if given["model"] == "ligr":
-        width = given["width"] or chosen.get("width")
-        if given.get("from_run"):
-            width = read_json(Path(given["from_run"], "config.json"), required=["width"])["width"]
-    settings = choose_settings(
-        len(train), train.rows, width, batch_size=given["batch_size"], epochs=given["epochs"]
-    )  # fmt: skip
-    if given["schedule"] == "plateau":
+    if options.model == "ligr":
+        width = options.width or chosen.get("width")
+        if options.from_run:
+            width = read_json(Path(options.from_run, "config.json"), required=["width"])["width"]
+    settings = choose_settings(len(train), train.rows, width, batch_size=options.batch_size, epochs=options.epochs)
+    if options.schedule == "plateau":
         settings = settings._replace(patience=3)
-    chosen |= {name: value for name, value in settings._asdict().items() if given[name] is None}
+    chosen |= {name: value for name, value in settings._asdict().items() if getattr(options, name) is None}
     if "mlp" in chosen:
         chosen["mlp"] = ",".join(map(str, chosen["mlp"]))
-    given |= chosen
-    return list(chosen)
+    return chosen
 
 
-def made(command: str, given: dict[str, Any], schema: Any) -> Any:
+def build_ranker(command: str, options: Any, schema: Any) -> Any:
     """Build the ranker for a command's options, on the CPU."""
     from tigon import rank
 
-    arguments = arguments_of(command, given)
-    if given["model"] == "ligr":
+    arguments = parse_arguments(command, options)
+    if options.model == "ligr":
         return rank.LiGR(schema, rank.LiGRConfig(**arguments))
     return rank.LiRank(schema, rank.LiRankConfig(**arguments))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tigon.cli.folder import METRICS
-from tigon.cli.outputs import check_output_file
-from tigon.cli.problem import device_of, needs
+from tigon.cli.options import argument, option
+from tigon.cli.outputs import check_output_file, replace_output
+from tigon.cli.problem import find_device, needs
+from tigon.cli.run import METRICS
+from tigon.cli.screen import screen
+from tigon.rank.cli.ranker_folder import HistoryOptions, RankerFolder, SideOptions
+from tigon.rank.cli.report import sentences
 
 NAME = "rank score"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -19,88 +25,72 @@ SUFFIXES = (".parquet", ".csv", ".jsonl")
 ROW, SCORE = "row", "score"
 
 
-def score(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, or of a ranker.")],
-    data: Annotated[list[str], typer.Option(help="Requests and their items, in the forms of `tigon rank fit`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help=f"File for the scores: {', '.join(SUFFIXES)}.")],
-    history: Annotated[list[str] | None, typer.Option(help="Events; default: those of the run.")] = None,
-    items: Annotated[list[str] | None, typer.Option(help="Features of items; default: those of the run.")] = None,
-    users: Annotated[list[str] | None, typer.Option(help="Features of users; default: those of the run.")] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help="Column of the data that is written beside, once for each; all: every one.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests of a batch.", min=1)] = 256,
-    history_max: Annotated[
-        int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
-    ] = None,
-    explore: Annotated[
-        float,
-        typer.Option(
-            help="How far weights of the last layer are drawn for each request: 1 as far as the data "
-            "leaves open, 0 not at all.",
-            min=0,
-        ),
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws of --explore.", min=0)] = 0,
-    precision: Annotated[str, typer.Option(help="Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(HistoryOptions, SideOptions):
+    run: Path = argument("Folder of a run, or of a ranker.")
+    data: list[str] = option(..., "Requests and their items, in the forms of `tigon rank fit`.")
+    output: Path = option(..., f"File for the scores: {', '.join(SUFFIXES)}.", "-o")
+    keep: list[str] | None = option(None, "Column of the data that is written beside, once for each; all: every one.")
+    explore: float = option(
+        0.0,
+        "How far weights of the last layer are drawn for each request: 1 as far as the data leaves open, 0 not at all.",
+        min=0,
+    )
+    seed: int = option(0, "Seed of the draws of --explore.", min=0)
+    overwrite: bool = option(False, "Replace a file that is there.")
+
+
+def score(options: ScoreOptions) -> None:
     """Write a row per data row, in request order: row number, item, each label's probability, and the score."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
-    inputs = [path for given in (data, history, items, users) for path in given or []]
-    check_output_file(f"{NAME}: --output", output, SUFFIXES, overwrite=overwrite, inputs=[*inputs, run / METRICS])
-    place = device_of(device, NAME)
+    run, output = options.run, options.output
+    inputs = [path for name in ("data", "history", "items", "users") for path in getattr(options, name) or []]
+
+    def check_output(*files: str | Path) -> None:
+        check_output_file(f"{NAME}: --output", output, SUFFIXES, overwrite=options.overwrite, inputs=files)
+
+    check_output(*inputs, run / METRICS)
+    device = find_device(options.device, NAME)
     import pyarrow as pa
     import torch
 
-    from tigon.cli.screen import screen
-    from tigon.rank.cli.evaluate import parse_batch_options
-    from tigon.rank.cli.opened import Opened
-    from tigon.rank.cli.shared import sentences
-
-    console = screen(stderr=True, soft_wrap=True)
+    console = screen(stderr=True)
     with console.status(f"reading {run}"):
-        opened = Opened(NAME, run, place)
-        check_output_file(f"{NAME}: --output", output, SUFFIXES, overwrite=overwrite, inputs=opened.files)
-        table = opened.read(data, history or [], items or [], users or [], labelled=False)
-    if explore:
-        opened.check_explorer()
-    batch_options = parse_batch_options(NAME, opened, batch_size, history_max, precision)
+        folder = RankerFolder(NAME, run, device)
+        check_output(*folder.files)
+        table = folder.read(options.data, options, labelled=False)
+    if options.explore:
+        folder.check_explorer()
+    batch_options = folder.make_batch_options(options)
     with sentences(NAME):
-        beside = _beside(table, keep or [])
+        kept = _read_columns(table, options.keep or [])
     for note in table.notes:
         console.print(f"note: {note}")
-    roles = table.schema.roles
     # Use the same types for all pieces, even if one has only missing values.
-    requests = _arrow(table.request_ids)
-    names = _names([roles.request or "request", *beside], list(opened.labels))
-    for name, own in names.items():
-        if own != name[1]:
-            console.print(f"note: {name[1]!r} of the {name[0]} is written as {own!r}; {name[1]!r} is another column")
+    requests, request_name = _make_array(table.request_ids), table.schema.roles.request or "request"
+    names = _choose_names([request_name, *kept], folder.labels)
+    for (kind, name), own in names.items():
+        if own != name:
+            console.print(f"note: {name!r} of the {kind} is written as {own!r}; {name!r} is another column")
     began, row, request = time.perf_counter(), 0, 0
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Rename into place only when complete.
-    partial = output.with_name(output.name + ".partial")
-    try:
-        with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
-            for part, values in opened.scored(table, batch_options, explore=explore, seed=seed):
-                sizes, n = part.offsets.diff(), len(part.rows)
-                of = torch.repeat_interleave(sizes) + request
-                columns = {names["data", roles.request or "request"]: requests.take(pa.array(of.numpy()))}
-                columns |= {names["data", name]: column.slice(row, n) for name, column in beside.items()}
-                columns |= {names["labels", label]: value.numpy() for label, value in values.items()}
-                write({ROW: part.rows.numpy(), **columns, SCORE: part.score.numpy()})
-                row, request = row + n, request + len(sizes)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(output)
+    with (
+        replace_output(output) as partial, _open_writer(partial, output.suffix) as write,
+        console.status(f"scoring {table.rows:,} rows"),
+    ):  # fmt: skip
+        for part, values in folder.score(table, batch_options, explore=options.explore, seed=options.seed):
+            sizes, n = part.offsets.diff(), len(part.rows)
+            places = torch.repeat_interleave(sizes) + request
+            columns = {names["data", request_name]: requests.take(pa.array(places.numpy()))}
+            columns |= {names["data", name]: column.slice(row, n) for name, column in kept.items()}
+            columns |= {names["labels", label]: value.numpy() for label, value in values.items()}
+            write({ROW: part.rows.numpy(), **columns, SCORE: part.score.numpy()})
+            row, request = row + n, request + len(sizes)
     seconds = time.perf_counter() - began
     print(f"{row:,} rows of {request:,} requests in {output}, {seconds:.1f} s, {row / max(seconds, 1e-9):,.0f} rows/s")
 
 
-def _beside(table: Any, keep: list[str]) -> dict[str, Any]:
+def _read_columns(table: Any, keep: list[str]) -> dict[str, Any]:
     """The item and the kept columns, as pyarrow arrays over all rows, in request order.
 
     Raises: ValueError for an unknown column.
@@ -109,10 +99,10 @@ def _beside(table: Any, keep: list[str]) -> dict[str, Any]:
     every = "all" in keep and "all" not in table.columns
     kept = [*table.columns, *(name for name in keep if name != "all")] if every else keep
     wanted = dict.fromkeys([*([] if roles.item is None else [roles.item]), *kept])
-    return {name: _arrow(table.column(name)) for name in wanted if name != roles.request}
+    return {name: _make_array(table.column(name)) for name in wanted if name != roles.request}
 
 
-def _arrow(values: Any) -> Any:
+def _make_array(values: Any) -> Any:
     import pyarrow as pa
 
     try:
@@ -121,7 +111,7 @@ def _arrow(values: Any) -> Any:
         return pa.array(values, pa.uint64())
 
 
-def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:
+def _choose_names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:
     """Output column names for data columns and labels: unchanged unless the name is taken."""
     taken, found = {ROW, SCORE}, {}
     for kind, prefix, names in (("labels", "label_", labels), ("data", "data_", dict.fromkeys(data))):
@@ -134,39 +124,29 @@ def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:
     return found
 
 
-class _writer:
-    """`with _writer(file, suffix) as write`: call write(columns) per piece; flushed to disk at the end."""
+@contextmanager
+def _open_writer(file: Path, suffix: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """`with _open_writer(file, suffix) as write`: call write(columns) per piece; flushed to disk at the end."""
+    import pyarrow as pa
+    from pyarrow.csv import CSVWriter
+    from pyarrow.parquet import ParquetWriter
 
-    def __init__(self, file: Path, suffix: str) -> None:
-        self.file, self.suffix = file, suffix
-        self.sink: Any = None
-        self.handle: Any = None
+    sink: Any = None
+    with open(file, "wb") as handle:
 
-    def __enter__(self) -> Any:
-        self.handle = open(self.file, "wb")
-        return self._write
+        def write(columns: dict[str, Any]) -> None:
+            nonlocal sink
+            table = pa.table(columns)
+            if suffix == ".jsonl":
+                rows = (json.dumps(row, default=str, ensure_ascii=False) for row in table.to_pylist())
+                handle.write("".join(f"{row}\n" for row in rows).encode())
+                return
+            if sink is None:
+                sink = (CSVWriter if suffix == ".csv" else ParquetWriter)(handle, table.schema)
+            sink.write_table(table.cast(sink.schema) if suffix == ".parquet" else table)
 
-    def _write(self, columns: dict[str, Any]) -> None:
-        import pyarrow as pa
-
-        table = pa.table(columns)
-        if self.suffix == ".jsonl":
-            rows = (json.dumps(row, default=str, ensure_ascii=False) for row in table.to_pylist())
-            self.handle.write("".join(f"{row}\n" for row in rows).encode())
-            return
-        if self.sink is None:
-            if self.suffix == ".csv":
-                from pyarrow.csv import CSVWriter as Writer
-            else:
-                from pyarrow.parquet import ParquetWriter as Writer
-            self.sink = Writer(self.handle, table.schema)
-        self.sink.write_table(table.cast(self.sink.schema) if self.suffix == ".parquet" else table)
-
-    def __exit__(self, *_: object) -> None:
-        import os
-
-        if self.sink is not None:
-            self.sink.close()
-        self.handle.flush()
-        os.fsync(self.handle.fileno())
-        self.handle.close()
+        yield write
+        if sink is not None:
+            sink.close()
+        handle.flush()
+        os.fsync(handle.fileno())

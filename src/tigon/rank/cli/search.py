@@ -2,113 +2,231 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
-from tigon.cli.kept_runs import Interrupts, circumstances
-from tigon.cli.problem import Problem, device_of, needs
-from tigon.rank.cli.shared import paths_of, sentences, within
+from tigon.cli.checkpoint import write_json
+from tigon.cli.options import device_option, option
+from tigon.cli.outputs import delete
+from tigon.cli.problem import Problem, check_writable, find_device, needs
+from tigon.cli.progress import Steps
+from tigon.cli.run import describe_versions
+from tigon.cli.screen import draw, screen, show
+from tigon.cli.signals import Interrupts
+from tigon.files import read_json
+from tigon.rank.cli.report import sentences
+from tigon.rank.cli.tables import TableOptions, move_near, read_tables
 
 NAME = "rank search"
-_RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Graphs", "Optimization"
+STUDY, RESULTS, PICTURE, SCHEMA, BLOCKS = "study.db", "results.json", "search.png", "schema.json", "blocks.json"
+WRITTEN = (STUDY, f"{STUDY}.lock", RESULTS, PICTURE, SCHEMA, BLOCKS, "refits", "refits.lock")
 
 
 # ruff: noqa: E501 (one line for each option)
 # fmt: off
-def search(
-    data: Annotated[list[str], within(_DATA, "Impressions, a row each, in the forms of `tigon rank fit`.")],
-    items: Annotated[list[str] | None, within(_DATA, "Features of items, a row each.")] = None,
-    users: Annotated[list[str] | None, within(_DATA, "Features of users, a row each.")] = None,
-    val: Annotated[list[str] | None, within(_DATA, "Impressions that graphs are compared on; default: a share of the data.")] = None,
-    test: Annotated[list[str] | None, within(_DATA, "Impressions to measure the best graphs on; they choose nothing.")] = None,
-    schema: Annotated[Path | None, within(_DATA, "A schema.json that you have edited; default: what is found in the data.")] = None,
-    request: Annotated[str | None, within(_DATA, "Column of what was shown together.")] = None,
-    item: Annotated[str | None, within(_DATA, "Column of items.")] = None,
-    user: Annotated[str | None, within(_DATA, "Column of users.")] = None,
-    time: Annotated[str | None, within(_DATA, "Column of times.")] = None,
-    label: Annotated[list[str] | None, within(_DATA, "Column of 0 and 1, or a comparison, such as 'like=rating>=4'; once for each label. Default: click, label, ….")] = None,
-    weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: sample_weight.")] = None,
-    val_fraction: Annotated[float, within(_DATA, "Share of the requests that is held out, without --val.", min=0.001, max=0.9)] = 0.1,
-    val_split: Annotated[str | None, within(_DATA, "Which requests are held out: the last by time, or any (request); default: by time where there are times.")] = None,
-    output: Annotated[Path, within(_RUN, "Folder of the study. One that is there goes on, also while other processes are at it.", "--output", "-o")] = Path("study"),
-    overwrite: Annotated[bool, within(_RUN, "Delete the study that is in --output.", "--overwrite")] = False,
-    trials: Annotated[int, within(_RUN, "Graphs to try in all, earlier ones among them.", min=1)] = 100,
-    best: Annotated[int, within(_RUN, "How many of the best are fitted on all rows.", min=0)] = 5,
-    sampler: Annotated[str, within(_RUN, "evolution, or random to compare with.")] = "evolution",
-    plot: Annotated[bool, within(_RUN, "Draw the best so far against the trials, search.png.", "--plot")] = False,
-    kinds: Annotated[str, within(_MODEL, "Kinds of blocks, separated by commas; default: all.")] = "mlp,fm,dot,cross,residual-cross,gate",
-    most: Annotated[int, within(_MODEL, "Most blocks of a graph, up to 7.")] = 7,
-    width: Annotated[int, within(_MODEL, "Width of the embeddings.", min=1)] = 16,
-    norm: Annotated[str, within(_MODEL, "Of mlp blocks, batch, layer or none.")] = "batch",
-    dropout: Annotated[float, within(_MODEL, "Of mlp blocks.", min=0, max=0.9)] = 0.0,
-    rows: Annotated[float, within(_STEP, "Share of the requests that a trial is trained on.")] = 0.1,
-    trial_epochs: Annotated[int, within(_STEP, "Passes of a trial over them.", min=1)] = 1,
-    hash_rows: Annotated[int, within(_STEP, "Most codes of a field in trials; larger fields share them.", min=1)] = 10_000,
-    epochs: Annotated[int, within(_STEP, "Most passes of a fit on all rows.", min=1)] = 10,
-    batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
-    lr: Annotated[float, within(_STEP, "Peak of the learning rate of AdamW.")] = 1e-3,
-    table_optimizer: Annotated[str, within(_STEP, "Of embeddings: adamw, or row-adagrad.")] = "adamw",
-    table_lr: Annotated[float, within(_STEP, "Peak of the learning rate of row-adagrad.")] = 0.02,
-    patience: Annotated[int, within(_STEP, "Epochs without a lower log loss before a fit on all rows stops.", min=1)] = 3,
-    seed: Annotated[int, within(_STEP, "Seed of graphs, weights, orders and the split.", min=0)] = 0,
-    precision: Annotated[str, within(_STEP, "Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
-    device: Annotated[str, within(_RUN, "auto, cpu or cuda.")] = "auto",
-) -> None:
-    # fmt: on
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(TableOptions):
+    PANEL: ClassVar[str] = "Data"
+
+    data: list[str] = option(..., "Impressions, a row each, in the forms of `tigon rank fit`.")
+    val: list[str] | None = option(None, "Impressions that graphs are compared on; default: a share of the data.")
+    test: list[str] | None = option(None, "Impressions to measure the best graphs on; they choose nothing.")
+    val_fraction: float | None = option(0.1, "Share of the requests that is held out, without --val.", min=0.001, max=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    PANEL: ClassVar[str] = "Run"
+
+    output: Path = option(Path("study"), "Folder of the study. One that is there goes on, also while other processes are at it.", "-o")
+    overwrite: bool = option(False, "Delete the study that is in --output.")
+    trials: int = option(100, "Graphs to try in all, earlier ones among them.", min=1)
+    best: int = option(5, "How many of the best are fitted on all rows.", min=0)
+    sampler: str = option("evolution", "evolution, or random to compare with.")
+    plot: bool = option(False, "Draw the best so far against the trials, search.png.")
+    device: str = device_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    PANEL: ClassVar[str] = "Graphs"
+
+    kinds: str = option("mlp,fm,dot,cross,residual-cross,gate", "Kinds of blocks, separated by commas; default: all.")
+    most: int = option(7, "Most blocks of a graph, up to 7.")
+    width: int = option(16, "Width of the embeddings.", min=1)
+    norm: str = option("batch", "Of mlp blocks, batch, layer or none.")
+    dropout: float = option(0.0, "Of mlp blocks.", min=0, max=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(GraphOptions, StudyOptions, DataOptions):
+    PANEL: ClassVar[str] = "Optimization"
+
+    rows: float = option(0.1, "Share of the requests that a trial is trained on.")
+    trial_epochs: int = option(1, "Passes of a trial over them.", min=1)
+    hash_rows: int = option(10_000, "Most codes of a field in trials; larger fields share them.", min=1)
+    epochs: int = option(10, "Most passes of a fit on all rows.", min=1)
+    batch_size: int = option(256, "Requests of a step.", min=1)
+    lr: float = option(1e-3, "Peak of the learning rate of AdamW.")
+    table_optimizer: str = option("adamw", "Of embeddings: adamw, or row-adagrad.")
+    table_lr: float = option(0.02, "Peak of the learning rate of row-adagrad.")
+    patience: int = option(3, "Epochs without a lower log loss before a fit on all rows stops.", min=1)
+    seed: int = option(0, "Seed of graphs, weights, orders and the split.", min=0)
+    precision: str = option("auto", "Of the products: bf16, fp32, or auto: bf16 on a GPU.")
+# fmt: on
+
+
+def search(options: SearchOptions) -> None:
     """Search a feature ranker's block graph by evolution, and refit the best graphs.
 
     The folder is an Optuna study. Run the same command again to resume; concurrent processes share the trials.
     """
-    given = dict(locals())
-    needs(f"tigon {NAME}", "search", "torch", "pyarrow", "safetensors", "accelerate", "optuna", "lightgbm", *(["matplotlib"] if plot else []))
-    output = output.expanduser().resolve()
-    from tigon.rank.cli.searching import check_room, clear, options_of
-
-    check_room(output, trials, best, overwrite)
-    place = device_of(device, NAME)
-    options = options_of(given)
-    for name in ("data", "items", "users", "val", "test"):
-        given[name] = paths_of(given[name] or [])
-    given |= {"history": [], "action": None, "objective": "impressions"}
-    from tigon.cli.screen import screen
-    from tigon.rank.cli.fitting import read_tables
-
-    console = screen(stderr=True, soft_wrap=True)
+    plotting = ["matplotlib"] if options.plot else []
+    needs(
+        f"tigon {NAME}", "search", "torch", "pyarrow", "safetensors", "accelerate", "optuna", "lightgbm", *plotting
+    )  # fmt: skip
+    output = options.output.expanduser().resolve()
+    _check_free(options, output)
+    device: Any = find_device(options.device, NAME)
+    search_options = _make_search_options(options)
+    console = screen(stderr=True)
     with console.status("reading the data"):
-        tables = read_tables(NAME, given)
-    if overwrite:
-        clear(output)
-    _searched(console, tables, options, output, place, plot)
-
-
-def _searched(console: Any, tables: Any, options: Any, output: Path, place: Any, plot: bool) -> None:
+        tables = read_tables(NAME, options, options.seed)
+    if options.overwrite:
+        for name in WRITTEN:
+            delete(output / name)
     from tigon import rank
-    from tigon.cli.checkpoint import write_json
-    from tigon.cli.screen import show
-    from tigon.rank.cli.searching import RESULTS, SCHEMA, Bar, near, picture, results_of, table_of
 
-    interrupts = Interrupts()
-    train, val = (near(part, place) for part in tables[:2])
-    said = f"{len(train):,} requests to train on, {len(val):,} held out; labels {', '.join(train.schema.labels)}"
-    with interrupts, sentences(NAME), Bar(console, options, interrupts, said) as bar:
-        found = rank.search_blocks(train, val, options, folder=output, test=tables.test, device=place, after=bar)
+    train, val = (move_near(part, device) for part in tables[:2])
+    words = [f"{len(train):,} requests to train on, {len(val):,} held out; labels {', '.join(train.schema.labels)}"]
+    best = -1
+
+    def after(progress: Any) -> bool:
+        nonlocal best
+        while words:  # validation has passed by now
+            console.print(words.pop())
+        if progress.best is not None and progress.best.number != best:
+            best = progress.best.number
+            console.print(
+                f"trial {best}: log loss {progress.best.loss:.5f}, the best of {progress.trials:,}; "
+                f"{progress.best.flops:,} FLOPs"
+            )
+        if hasattr(progress.result, "validation"):
+            console.print(f"trial {progress.result.number} is fitted on all rows")
+        steps.show(progress.trials, "" if progress.best is None else f"best {progress.best.loss:.5f}")
+        return bool(interrupts.signal)
+
+    with Interrupts() as interrupts, sentences(NAME), Steps(console, "trials", options.trials) as steps:
+        found = rank.search_blocks(
+            train, val, search_options, folder=output, test=tables.test, device=device, after=after
+        )
     tables.train.schema.save(output / SCHEMA)
-    if plot and found.trials:
-        picture(output, found)
+    if options.plot and found.trials:
+        _plot(output / PICTURE, found)
     if found.stopped:
         raise Problem(
             f"{NAME}: stopped after {len(found.trials):,} trials, which are kept; the same command goes on",
             code=128 + interrupts.signal,
         )
-    write_json(output / RESULTS, {**results_of(found, options), **circumstances(place)})
-    from tigon.cli.screen import screen
-
-    show(screen(width=None if sys.stdout.isatty() else 10_000), table_of(found))
+    write_json(output / RESULTS, {**_list_results(found, search_options), **describe_versions(device)})
+    show(_make_table(found))
     if found.failed:
         print(f"{found.failed:,} trials had no finite loss")
     if found.refits:
-        first = found.refits[0]
-        print(f"the ranker of trial {first.number} is in {first.folder}, its blocks in {output / 'blocks.json'}; to fit it otherwise: "
-              f"tigon rank fit --model lirank --schema {shlex.quote(str(output / SCHEMA))} --blocks {shlex.quote(str(output / 'blocks.json'))} --data …")
+        first, (schema, blocks) = found.refits[0], (shlex.quote(str(output / name)) for name in (SCHEMA, BLOCKS))
+        print(
+            f"the ranker of trial {first.number} is in {first.folder}, its blocks in {output / BLOCKS}; to fit it "
+            f"otherwise: tigon rank fit --model lirank --schema {schema} --blocks {blocks} --data …"
+        )
+
+
+def _check_free(options: SearchOptions, output: Path) -> None:
+    """Raise a Problem if the folder is not a study, or the study is complete. Writes no files."""
+    check_writable(output, f"{NAME}: --output")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / STUDY).exists():
+        raise Problem(f"{NAME}: --output {output} holds files that no study wrote; give another --output")
+    if options.overwrite:
+        from tigon.rank.search.search import is_active
+
+        if is_active(output):
+            raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")
+        return
+    if (output / RESULTS).is_file():
+        done = read_json(output / RESULTS, required=["trials", "refitted"])
+        count, refits = int(done["trials"]), len(done["refitted"])
+        if options.trials <= count and options.best <= refits:
+            raise Problem(
+                f"{NAME}: the study in {output} has {count:,} trials and {refits} fits on all rows already; --trials "
+                f"above {count:,} goes on with it, --overwrite replaces it"
+            )
+
+
+def _make_search_options(options: SearchOptions) -> Any:
+    """`rank.SearchOptions` from the command's options."""
+    from tigon import rank
+
+    kinds = [kind.strip() for kind in options.kinds.split(",") if kind.strip()]
+    names = ("lr", "table_optimizer", "table_lr", "epochs", "batch_size", "patience", "precision", "seed")
+    sampler: Any = options.sampler
+    with sentences(NAME):
+        fit = rank.FitOptions(metric="log_loss", **{name: getattr(options, name) for name in names})
+        return rank.SearchOptions(
+            options.trials, sampler, kinds, options.most, options.rows, options.trial_epochs,
+            options.hash_rows, options.best, fit, {name: getattr(options, name) for name in ("width", "norm", "dropout")},
+            options.seed,
+        )  # fmt: skip
+
+
+def _list_results(found: Any, options: Any) -> dict[str, Any]:
+    """The result as JSON."""
+    best = found.best
+    refitted = [
+        {"trial": one.number, "blocks": _list_blocks(one.graph), "FLOPs": one.flops, "parameters": one.parameters,
+         "validation": one.validation, "test": one.test, "steps": one.steps, "seconds": one.seconds,
+         "folder": str(one.folder)}
+        for one in found.refits
+    ]  # fmt: skip
+    return {
+        "trials": len(found.trials) + found.failed, "failed": found.failed,
+        "best": {"trial": best.number, "log_loss": best.loss, "FLOPs": best.flops, "blocks": _list_blocks(best.graph)},
+        "refitted": refitted, "options": {**options.lasting(), "trials": options.trials, "best": options.best},
+        "history": [{"trial": one.number, "log_loss": one.loss, "FLOPs": one.flops} for one in found.trials],
+    }  # fmt: skip
+
+
+def _list_blocks(graph: Any) -> list[dict[str, Any]]:
+    return [{**block._asdict(), "inputs": list(block.inputs)} for block in graph]
+
+
+def _make_table(found: Any) -> Any:
+    """Table of refitted graphs, or the best trials if there are no refits."""
+    from rich.table import Table
+
+    losses = {one.number: one.loss for one in found.trials}
+    tested = any(one.test for one in found.refits)
+    names = ["log loss, all rows", "AUC"] + ["test log loss", "test AUC"] * tested if found.refits else []
+    table = Table("trial", "blocks", "FLOPs", "log loss, trial", *names)
+    for one in found.refits or sorted(found.trials, key=lambda one: (one.loss, one.number))[:5]:
+        graph = "\n".join(f"{n}: {block}" for n, block in enumerate(one.graph, 1))
+        cells = [str(one.number), graph, f"{one.flops:,}", f"{losses[one.number]:.5f}"]
+        if found.refits:
+            values = [one.validation, *([one.test] if tested else [])]
+            cells += [f"{of[name]:.5f}" for of in values for name in ("log_loss", "auc")]
+        table.add_row(*cells)
+    return table
+
+
+def _plot(picture: Path, found: Any) -> None:
+    """Plot each trial's loss and the best so far."""
+    at, losses = [one.number + 1 for one in found.trials], [one.loss for one in found.trials]
+    best = list(itertools.accumulate(losses, min))
+    with draw(picture) as axes:
+        axes.plot(at, losses, marker=".", linestyle="", color="tab:gray", label="a trial")
+        axes.step(at, best, where="post", color="tab:orange", label="the best so far")
+        axes.set(xlabel="trial", ylabel="log loss on the held-out rows")
+        axes.legend()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.checkpoint import RECORD
 from tigon.cli.problem import Problem
+from tigon.cli.run import RECORD, find_seeds
 from tigon.files import read_json
 from tigon.rank.cli.models import COMMON, OPTIONS_OF
 
@@ -24,9 +24,7 @@ def find_ranker_folder(run: Path, output: Path) -> Path:
     run = run.expanduser().resolve()
     if run == output:
         raise Problem(f"{NAME}: --output must be another folder than --from, got {output} twice")
-    from tigon.rank.cli.seeds import one_of  # imports this module
-
-    one_of(f"{NAME}: --from", run)
+    check_single(f"{NAME}: --from", run)
     place = run / MODEL if (run / RECORD).is_file() else run
     if not (place / CONFIG).is_file():
         why = "whose run is not at its end" if (run / RECORD).is_file() else f"which has neither {RECORD} nor {CONFIG}"
@@ -34,18 +32,33 @@ def find_ranker_folder(run: Path, output: Path) -> Path:
     return place
 
 
-def adopt_model(given: dict[str, Any], place: Path) -> None:
-    """Set --model to the ranker's model.
+def find_seed_runs(folder: Path) -> dict[int, Path]:
+    """Runs in a multi-seed folder, by seed; {} for a single run or none."""
+    found = find_seeds(folder)
+    return found if len(found) > 1 else {}
+
+
+def check_single(command: str, folder: Path) -> None:
+    """Raise a Problem for a multi-seed folder if a command needs a single ranker."""
+    if found := find_seed_runs(folder):
+        raise Problem(
+            f"{command}: {folder} holds runs of the seeds {', '.join(map(str, found))}; name one of them, such as "
+            f"{next(iter(found.values()))}"
+        )
+
+
+def read_model(options: Any, place: Path) -> str:
+    """The --model of a ranker to go on from.
 
     Raises: Problem for model options, which the ranker fixes.
     """
     for name in OWN:
-        if given.get(name):
+        if getattr(options, name):
             raise Problem(f"{NAME}: --from has a ranker with its own --{name.replace('_', '-')}; leave the option out")
     kind = read_json(place / CONFIG).get("kind")
     if not isinstance(kind, str) or kind not in OPTIONS_OF:
         raise Problem(f"{NAME}: --from must hold one of {', '.join(OPTIONS_OF)}, got {kind!r} in {place}")
-    given["model"] = kind
+    return kind
 
 
 def load_schema(place: Path) -> Any:
@@ -81,14 +94,14 @@ def should_save_priors(asked: bool | None, options: Any) -> bool:
 
     Raises: Problem if priors are requested but unavailable.
     """
-    if asked and not _by_labels(options):
+    if asked and not _learns_probabilities(options):
         raise Problem(
             f"{NAME}: --save-priors needs --loss bce of impressions, got {options.loss} of {options.objective}"
         )
-    return _by_labels(options) and options.table_optimizer == "adamw" if asked is None else asked
+    return _learns_probabilities(options) and options.table_optimizer == "adamw" if asked is None else asked
 
 
-def _by_labels(options: Any) -> bool:
+def _learns_probabilities(options: Any) -> bool:
     return (options.objective, options.loss) == ("impressions", "bce")
 
 
@@ -99,7 +112,7 @@ def save_warm_start(folder: Path, ranker: Any, train: Any, options: Any, priors:
     """
     from tigon.rank import Explorer, FisherPrior, save_priors
 
-    if not _by_labels(options):
+    if not _learns_probabilities(options):
         return
     Explorer.fit(ranker, train, options.batch_options, seed=options.seed).save(folder)
     if priors is None:

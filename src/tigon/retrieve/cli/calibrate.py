@@ -2,61 +2,61 @@
 
 from __future__ import annotations
 
-import json as encoder
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from tigon.cli.problem import Problem, integers, needs
+from tigon.cli.options import argument, device_option, json_option, option
+from tigon.cli.problem import needs, parse_integers, sentences
+from tigon.cli.screen import screen, show_rows
 
 NAME = "retrieve calibrate"
 
 
-def calibrate(
-    index: Annotated[Path, typer.Argument(help="Folder of an index.")],
-    queries: Annotated[Path, typer.Argument(help="File of queries: parquet, csv, json lines or arrow.")],
-    vector: Annotated[
-        str | None, typer.Option(help="Column of vectors; default: the only one that holds lists of floats.")
-    ] = None,
-    k: Annotated[int, typer.Option("-k", help="Items for each query.", min=1, max=2048)] = 100,
-    bits: Annotated[str, typer.Option(help="Numbers of signs, separated by commas.")] = "64,128,256,512",
-    candidates: Annotated[
-        str | None,
-        typer.Option(help="Items that are scored exactly, separated by commas; default: 2, 4 and 10 times k."),
-    ] = None,
-    most: Annotated[int, typer.Option(help="Queries that are taken of the file, the first ones.", min=1)] = 256,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class QueryFileOptions:
+    """Options of the commands that read an index and a file of queries."""
+
+    index: Path = argument("Folder of an index.")
+    queries: Path = argument("File of queries: parquet, csv, json lines or arrow.")
+    vector: str | None = option(None, "Column of vectors; default: the only one that holds lists of floats.")
+    device: str = device_option()
+    json: bool = json_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(QueryFileOptions):
+    k: int = option(100, "Items for each query.", "-k", min=1, max=2048)
+    bits: str = option("64,128,256,512", "Numbers of signs, separated by commas.")
+    candidates: str | None = option(
+        None, "Items that are scored exactly, separated by commas; default: 2, 4 and 10 times k."
+    )
+    most: int = option(256, "Queries that are taken of the file, the first ones.", min=1)
+
+
+def calibrate(options: CalibrateOptions) -> None:
     """Recall, bytes and time for searches by codes "sign", on an index's items and your own queries."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
-    from tigon.cli.screen import screen, show
-    from tigon.retrieve.cli.files import Source, sentences, vector_column, vectors_of
-    from tigon.retrieve.cli.opened import load
+    from tigon.retrieve.cli.files import load_index, read_queries
 
-    counts = integers(NAME, "--bits", bits)
-    many = None if candidates is None else integers(NAME, "--candidates", candidates)
+    counts = parse_integers(NAME, "--bits", options.bits)
+    many = None if options.candidates is None else parse_integers(NAME, "--candidates", options.candidates)
     console = screen(stderr=True)
-    found = Source(NAME, [queries])
-    column = vector_column(NAME, found, vector)
-    asked = vectors_of(NAME, found.column(column), column)[:most]
-    with console.status(f"reading {index}"):
-        opened = load(NAME, index, device)
-    if asked.shape[1] != opened.dim:
-        raise Problem(f"{NAME}: queries must have {opened.dim} numbers, as the index has, got {asked.shape[1]}")
-    with sentences(NAME), console.status(f"searching for {len(asked):,} queries"):
-        made = opened.calibrate(asked, k, counts, many)
-    if json:
+    with console.status(f"reading {options.index}"):
+        index = load_index(NAME, options.index, options.device)
+    queries = read_queries(NAME, options.queries, options.vector, index)[1][: options.most]
+    with sentences(NAME), console.status(f"searching for {len(queries):,} queries"):
+        made = index.calibrate(queries, options.k, counts, many)
+    if options.json:
         rows = [row._asdict() for row in made.rows]
-        print(encoder.dumps({"items": made.items, "queries": made.queries, "k": made.k, "rows": rows}))
+        print(json.dumps({"items": made.items, "queries": made.queries, "k": made.k, "rows": rows}))
         return
-    from rich.table import Table
-
-    table = Table("bits", "candidates", f"recall@{made.k}", "MB", "ms")
-    for row in made.rows:
-        name = "exact" if row.bits is None else str(row.bits)
-        scored = "all" if row.candidates is None else f"{row.candidates:,}"
-        table.add_row(name, scored, f"{row.recall:.4f}", f"{row.bytes / 1e6:,.2f}", f"{row.milliseconds:.3f}")
-    show(screen(), table)
+    show_rows([
+        {
+            "bits": "exact" if row.bits is None else row.bits,
+            "candidates": "all" if row.candidates is None else f"{row.candidates:,}",
+            f"recall@{made.k}": row.recall, "MB": f"{row.bytes / 1e6:,.2f}", "ms": f"{row.milliseconds:.3f}",
+        }
+        for row in made.rows
+    ])  # fmt: skip
     console.print(f"{made.items:,} items, {made.queries:,} queries; bytes and times of one query")

@@ -1,17 +1,19 @@
-"""Item and query files, read in pieces, and their vectors."""
+"""Indices, item files and query files that commands read."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tigon.cli.problem import Problem, disk_full, one_line
+from tigon.cli.problem import Problem, find_device, one_line, sentences
+from tigon.files import read_array
+
+if TYPE_CHECKING:
+    from tigon.retrieve import Hits, Index
 
 IDS = ("id", "item_id", "ids")
 
@@ -70,33 +72,18 @@ class Source:
                     yield pa.table(piece)
 
 
-@contextmanager
-def sentences(command: str) -> Iterator[None]:
-    """Turn errors about tables and indices into a command's Problems."""
-    try:
-        yield
-    except (ValueError, OSError, OverflowError) as error:
-        if disk_full(error):
-            raise
-        raise Problem(f"{command}: {re.sub(CALLED, '', one_line(error))}") from error
-
-
-# The beginning of the library's error messages.
-CALLED = r"^(retrieve( [a-z]+)?|(Index|Schema)(\.[a-z_]+)?): "
-
-
-def vector_column(command: str, found: Source, given: str | None) -> str:
+def find_vector_column(command: str, found: Source, given: str | None) -> str:
     """The vector column: the named column, or the only column that holds lists of floats."""
     if given is not None:
-        return named(command, found, "--vector", given)
-    candidates: list[str] = [name for name, kind in found.types.items() if holds_floats(kind)]
+        return check_column(command, found, "--vector", given)
+    candidates: list[str] = [name for name, kind in found.types.items() if is_float_list(kind)]
     if len(candidates) != 1:
         said = f"there are {', '.join(candidates)}" if candidates else "no column holds lists of floats"
         raise Problem(f"{command}: --vector must name the column of vectors in {found}: {said}")
     return candidates[0]
 
 
-def holds_floats(kind: Any) -> bool:
+def is_float_list(kind: Any) -> bool:
     """Whether a pyarrow type is a list of floats, as for vectors."""
     import pyarrow.types as types
 
@@ -109,7 +96,7 @@ def is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def named(command: str, found: Source, option: str, name: str) -> str:
+def check_column(command: str, found: Source, option: str, name: str) -> str:
     """Check that a column name exists."""
     from tigon.data.arrow import nearest
 
@@ -118,7 +105,14 @@ def named(command: str, found: Source, option: str, name: str) -> str:
     return name
 
 
-def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDArray[np.float32]:
+def find_ids(command: str, found: Source, given: str | None) -> str | None:
+    """The column of ids: the named column, or a column by a usual name, if there is one."""
+    if given is not None:
+        return check_column(command, found, "--id", given)
+    return next((name for name in IDS if name in found.names), None)
+
+
+def parse_vectors(command: str, column: Any, name: str, first: int = 0) -> npt.NDArray[np.float32]:
     """(rows, dim) from a column with lists, or texts such as "[0.1, 0.2]".
 
     Raises: Problem if a row has no vector, or a vector with another width.
@@ -132,7 +126,7 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
         column = pa.array([], type=column.type)
     if types.is_string(column.type) or types.is_large_string(column.type):
         texts = column.to_pylist()
-        parsed = [numbers(text) for text in texts]
+        parsed = [parse_numbers(text) for text in texts]
         if bad := [i for i, (text, one) in enumerate(zip(texts, parsed, strict=True)) if text and one is None]:
             raise Problem(
                 f"{command}: column {name!r}, row {first + bad[0]:,}: must be numbers such as [0.1, 0.2], got "
@@ -160,7 +154,7 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
     return np.require(flat, requirements="W").reshape(len(column), -1)  # torch warns about read-only arrays
 
 
-def numbers(text: str | None) -> list[float] | None:
+def parse_numbers(text: str | None) -> list[float] | None:
     """Parse the numbers in a text such as "[0.1, 0.2]"; None for any other text."""
     if text is None:
         return None
@@ -168,3 +162,87 @@ def numbers(text: str | None) -> list[float] | None:
         return [float(part) for part in text.strip().strip("[]()").replace(",", " ").split()]
     except ValueError:
         return None
+
+
+def load_index(command: str, path: Path, device: str) -> Index:
+    """Load an index folder onto a device.
+
+    Raises: Problem if there is no index, if the index is damaged, or if there is no such device.
+    """
+    from tigon.retrieve import Index
+
+    place = find_device(device, command)
+    if not path.is_dir():
+        raise Problem(f"{command}: there is no index {path}; tigon retrieve build makes one")
+    with sentences(command):
+        return Index.load(path, device=place)
+
+
+def get_ids(hits: Hits) -> Any:
+    """(queries, k) in numpy, -1 or None where there is no item."""
+    ids = hits.ids
+    return ids.cpu().numpy() if hasattr(ids, "cpu") else ids
+
+
+def parse_query(command: str, index: Index, text: str | None, file: Path | None, like: str | None) -> Any:
+    """(queries, dim) from one of three options: numbers, a .npy file, or an index item."""
+    import numpy as np
+
+    given = [
+        option for option, value in (("--vector", text), ("--vectors", file), ("--like", like)) if value is not None
+    ]
+    if len(given) != 1:
+        got = " and ".join(given) if given else "none"
+        raise Problem(f"{command}: one of --vector, --vectors and --like must be given, got {got}")
+    if like is not None:
+        return _find_item(command, index, like)
+    if text is not None:
+        values = parse_numbers(text)
+        if values is None:
+            raise Problem(f"{command}: --vector must be numbers separated by commas, got {text[:60]!r}")
+        matrix = np.array([values], dtype=np.float32)
+    else:
+        assert file is not None
+        matrix = read_array(file)
+        if matrix.ndim not in (1, 2) or matrix.dtype.kind != "f":
+            raise Problem(
+                f"{command}: --vectors must be floats (queries, {index.dim}) or ({index.dim},), got {matrix.shape} "
+                f"{matrix.dtype}"
+            )
+        matrix = matrix[None] if matrix.ndim == 1 else matrix
+    if matrix.shape[1] != index.dim:
+        raise Problem(f"{command}: a query must have {index.dim} numbers, as the index has, got {matrix.shape[1]}")
+    if not np.isfinite(matrix).all():
+        raise Problem(f"{command}: a query must have finite numbers, got NaN or infinity")
+    return matrix
+
+
+def _find_item(command: str, index: Index, like: str) -> Any:
+    ids = index.table.directory.ids
+    kind = None if ids is None else ids.kind
+    wanted: Any = like
+    if kind == "int64":
+        try:
+            wanted = int(like)
+        except ValueError:
+            raise Problem(f"{command}: --like must be an id of the index, which are integers, got {like!r}") from None
+    is_too_large = isinstance(wanted, int) and not -(2**63) <= wanted < 2**63
+    if ids is None or is_too_large or wanted not in index:
+        raise Problem(f"{command}: --like must be an id of the index, got {like}")
+    row = int(ids.find([wanted])[1][0])
+    return index.embeddings[row : row + 1].float()
+
+
+def read_queries(command: str, file: Path, column: str | None, index: Index) -> tuple[Source, npt.NDArray[np.float32]]:
+    """A file of queries, and its vectors, which must be as wide as the index's."""
+    found = Source(command, [file])
+    name = find_vector_column(command, found, column)
+    vectors = parse_vectors(command, found.column(name), name)
+    if vectors.shape[1] != index.dim:
+        raise Problem(f"{command}: queries must have {index.dim} numbers, as the index has, got {vectors.shape[1]}")
+    return found, vectors
+
+
+def split_names(command: str, found: Source, option: str, text: str) -> list[str]:
+    """The columns that an option names, separated by commas."""
+    return [check_column(command, found, option, name.strip()) for name in text.split(",") if name.strip()]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tigon.cli.problem import Problem, one_line
 from tigon.files import DamagedFileError, check_memory, read_arrays
-from tigon.retrieve.cli.files import Source, named
+from tigon.retrieve.cli.files import Source, check_column
 
 NAME = "retrieve train"
 USERS, ITEMS = ("user", "user_id", "userId"), ("item", "item_id", "itemId")
@@ -95,7 +95,7 @@ def split(train: npt.NDArray[np.int64], share: float, seed: int) -> tuple[npt.ND
     shuffled = train[draw.permutation(len(train))]
     stays = np.zeros(len(train), dtype=bool)
     stays[np.unique(shuffled[:, 0], return_index=True)[1]] = True
-    return _parted(shuffled, ~stays & (draw.random(len(train)) < share), share)
+    return _part(shuffled, ~stays & (draw.random(len(train)) < share), share)
 
 
 def split_blocks(train: npt.NDArray[np.int64], share: float, seed: int) -> tuple[npt.NDArray[np.int64], Array]:
@@ -113,13 +113,13 @@ def split_blocks(train: npt.NDArray[np.int64], share: float, seed: int) -> tuple
     place = np.arange(len(ordered)) - starts[which]
     held = (place - first[which]) % counts[which] < sizes[which]
     order = draw.permutation(len(ordered))
-    return _parted(ordered[order], held[order], share)
+    return _part(ordered[order], held[order], share)
 
 
 SPLITS = {"random": split, "block": split_blocks}
 
 
-def _parted(
+def _part(
     pairs: npt.NDArray[np.int64], held: npt.NDArray[np.bool_], share: float
 ) -> tuple[npt.NDArray[np.int64], Array]:
     if not held.any():
@@ -183,7 +183,7 @@ def _columns(path: Path, user: str | None, item: str | None) -> tuple[Array, Arr
         name = given if given is not None else next((name for name in usual if name in found.names), None)
         if name is None:
             raise Problem(f"{NAME}: {option} must name a column of {found}, {', '.join(found.names)}")
-        column = found.column(named(NAME, found, option, name))
+        column = found.column(check_column(NAME, found, option, name))
         if column.null_count:
             raise Problem(f"{NAME}: column {name!r} of {found} has {column.null_count:,} rows without a value")
         values = column.to_numpy(zero_copy_only=False)

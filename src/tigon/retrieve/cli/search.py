@@ -2,91 +2,87 @@
 
 from __future__ import annotations
 
-import json as encoder
-import sys
+import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tigon.cli.problem import Problem, needs
+from tigon.cli.options import argument, device_option, option
+from tigon.cli.problem import Problem, needs, sentences
+from tigon.cli.screen import screen, show_rows
 
 NAME = "retrieve search"
 
 
-def search(
-    index: Annotated[Path, typer.Argument(help="Folder of an index.")],
-    vector: Annotated[str | None, typer.Option(help="The query: numbers separated by commas.")] = None,
-    vectors: Annotated[Path | None, typer.Option(help="A .npy file of queries, (queries, dim) or (dim,).")] = None,
-    like: Annotated[str | None, typer.Option(help="The id of an item: what is nearest to it.")] = None,
-    where: Annotated[
-        str | None, typer.Option(help="Filter, such as \"country in ('us', 'ca') and price <= 30\".")
-    ] = None,
-    k: Annotated[int, typer.Option("-k", help="Items for each query.", min=1, max=2048)] = 10,
-    table: Annotated[
-        list[Path] | None, typer.Option(help="The files that the index was built from, to show their columns.")
-    ] = None,
-    id: Annotated[str | None, typer.Option("--id", help="With --table: its column of ids.")] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(help="With --table: the columns to show, separated by commas; default: all but vectors."),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say what the filter does and which plan is taken, too.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    index: Path = argument("Folder of an index.")
+    vector: str | None = option(None, "The query: numbers separated by commas.")
+    vectors: Path | None = option(None, "A .npy file of queries, (queries, dim) or (dim,).")
+    like: str | None = option(None, "The id of an item: what is nearest to it.")
+    where: str | None = option(None, "Filter, such as \"country in ('us', 'ca') and price <= 30\".")
+    k: int = option(10, "Items for each query.", "-k", min=1, max=2048)
+    table: list[Path] | None = option(None, "The files that the index was built from, to show their columns.")
+    id: str | None = option(None, "With --table: its column of ids.")
+    columns: str | None = option(
+        None, "With --table: the columns to show, separated by commas; default: all but vectors."
+    )
+    explain: bool = option(False, "Say what the filter does and which plan is taken, too.")
+    device: str = device_option()
+    json: bool = option(False, "Print JSON lines.")
+
+
+def search(options: SearchOptions) -> None:
     """Search an index. Every item that passes the filter is scored: the result is exact."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
-    from tigon.cli.screen import screen
-    from tigon.retrieve.cli.files import sentences
-    from tigon.retrieve.cli.opened import ids_of, load, query
+    from tigon.retrieve.cli.files import get_ids, load_index, parse_query
 
-    if table is None and (id is not None or columns is not None):
+    if not options.table and (options.id is not None or options.columns is not None):
         raise Problem(f"{NAME}: --id and --columns go with --table")
-    console = screen(stderr=True)
-    with console.status(f"reading {index}"):
-        opened = load(NAME, index, device)
-    asked = query(NAME, opened, vector, vectors, like)
+    k, console = options.k, screen(stderr=True)
+    with console.status(f"reading {options.index}"):
+        index = load_index(NAME, options.index, options.device)
+    queries = parse_query(NAME, index, options.vector, options.vectors, options.like)
     with sentences(NAME):
-        if explain:
-            console.print(str(opened.explain(where, k, len(asked))))
+        if options.explain:
+            console.print(str(index.explain(options.where, k, len(queries))))
         began = time.perf_counter()
-        hits = opened.search(asked, k, where)
+        hits = index.search(queries, k, options.where)
         scores = hits.scores.cpu()
         took = time.perf_counter() - began
-    names = ids_of(hits).tolist()
-    known = {} if table is None else _rows_of(table, id, columns, {name for row in names for name in row})
+    names = get_ids(hits).tolist()
+    known = _find_rows(options, {name for row in names for name in row}) if options.table else {}
     rows = [
         {"query": q, "rank": rank, "id": name, "score": score, **known.get(name, {})}
         for q, (row, values) in enumerate(zip(names, scores.tolist(), strict=True))
         for rank, (name, score) in enumerate(zip(row, values, strict=True), 1)
         if score > float("-inf")
     ]
-    if json:
+    if options.json:
         for row in rows:
-            print(encoder.dumps(row, ensure_ascii=False, default=str))
+            print(json.dumps(row, ensure_ascii=False, default=str))
         return
-    _show(rows, len(asked))
-    found = f"{len(rows):,} of at most {len(asked) * k:,}" if len(rows) < len(asked) * k else f"{len(rows):,}"
-    console.print(f"{found} found among {len(opened):,} items in {1e3 * took:.1f} ms")
+    if rows:
+        show_rows(rows if len(queries) > 1 else [{k: v for k, v in row.items() if k != "query"} for row in rows])
+    else:
+        print("no item passes")
+    found = f"{len(rows):,} of at most {len(queries) * k:,}" if len(rows) < len(queries) * k else f"{len(rows):,}"
+    console.print(f"{found} found among {len(index):,} items in {1e3 * took:.1f} ms")
 
 
-def _rows_of(paths: list[Path], id: str | None, columns: str | None, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
-    """Find the rows with the wanted ids in files."""
+def _find_rows(options: SearchOptions, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
+    """Find the rows with the wanted ids in --table."""
     import pyarrow as pa
 
-    from tigon.retrieve.cli.files import IDS, Source, holds_floats, named
+    from tigon.retrieve.cli.files import Source, find_ids, is_float_list, split_names
 
-    found = Source(NAME, paths)
-    key = next((name for name in IDS if name in found.names), None) if id is None else named(NAME, found, "--id", id)
-    if columns is not None:
-        shown = [named(NAME, found, "--columns", name.strip()) for name in columns.split(",") if name.strip()]
+    found = Source(NAME, options.table or [])
+    key = find_ids(NAME, found, options.id)
+    if options.columns is not None:
+        shown = split_names(NAME, found, "--columns", options.columns)
     else:
-        vectors = {name for name, kind in found.types.items() if holds_floats(kind)}
-        shown = [name for name in found.names if name != key and name not in vectors]
+        shown = [name for name, kind in found.types.items() if name != key and not is_float_list(kind)]
     rows: dict[Any, dict[str, Any]] = {}
     first = 0
     for piece in found.pieces(shown + ([key] if key else []), 65_536):
@@ -97,34 +93,3 @@ def _rows_of(paths: list[Path], id: str | None, columns: str | None, wanted: set
         for i, row in zip(at, piece.select(shown).take(at).to_pylist() if at else [], strict=True):
             rows[values[i]] = row
     return rows
-
-
-def _show(rows: list[dict[str, Any]], queries: int) -> None:
-    from rich.table import Table
-
-    from tigon.cli.screen import screen, show
-
-    # A pipe has no width, for which rich would fold the table to 80 columns.
-    console = screen(width=None if sys.stdout.isatty() else 10_000)
-    if not rows:
-        console.print("no item passes")
-        return
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if queries == 1:
-        names.remove("query")
-    table = Table(*names)
-    for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in names))
-    show(console, table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return (
-        f"{value:.4f}"
-        if isinstance(value, float)
-        else ", ".join(map(str, value))
-        if isinstance(value, list)
-        else str(value)
-    )

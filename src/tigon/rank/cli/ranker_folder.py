@@ -1,22 +1,47 @@
-"""Open a ranker from a run's folder, or from a folder written by `save_pretrained`."""
+"""A ranker from a run's folder, or from a folder written by `save_pretrained`, and the options to score with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.checkpoint import RECORD
-from tigon.cli.problem import Problem
+from tigon.cli.options import device_option, option
+from tigon.cli.problem import Problem, check_choice
+from tigon.cli.run import RECORD
 from tigon.files import read_json
-from tigon.rank.cli.fitting import MODEL
-from tigon.rank.cli.seeds import one_of
-from tigon.rank.cli.shared import after_own, history_of, paths_of, sentences
+from tigon.rank.cli.report import sentences
+from tigon.rank.cli.tables import FILES, add_own_history, parse_history, resolve_paths
+from tigon.rank.cli.warm_start import CONFIG, MODEL, check_single
 
-PROMPT, CONFIG = "prompt.yaml", "config.json"
+PROMPT = "prompt.yaml"
 
 
-class Opened:
+@dataclass(frozen=True, kw_only=True)
+class SideOptions:
+    """Tables beside the impressions."""
+
+    history: list[str] | None = option(None, "Events; default: those of the run.")
+    items: list[str] | None = option(None, "Features of items; default: those of the run.")
+    users: list[str] | None = option(None, "Features of users; default: those of the run.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions:
+    """How a ranker scores batches of requests."""
+
+    batch_size: int = option(256, "Requests of a batch.", min=1)
+    precision: str = option("auto", "Of the products: bf16, fp32, or auto: bf16 on a GPU.")
+    device: str = device_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryOptions(ScoringOptions):
+    history_max: int | None = option(None, "Newest events of a request that are read; default: the run's.", min=0)
+
+
+class RankerFolder:
     """A ranker, with the options to read and score tables.
 
     ranker: on the device. options: from `tigon rank fit`; {} without a run. objective: the training objective.
@@ -26,9 +51,12 @@ class Opened:
         self.command, self.folder, self.device = command, folder, device
         self.options: dict[str, Any] = {}
         place = folder
-        one_of(command, folder)
+        check_single(command, folder)
         if (folder / RECORD).is_file() and not (folder / PROMPT).is_file():
-            self.options = _options(command, folder)
+            record = read_json(folder / RECORD)
+            self.options = record.get("options")
+            if record.get("kind") != "rank fit" or not isinstance(self.options, dict):
+                raise Problem(f"{command}: {folder / RECORD} is not the record of a run of tigon rank fit")
             place = folder / MODEL
             if not place.is_dir():
                 raise Problem(
@@ -49,36 +77,45 @@ class Opened:
                 raise Problem(f"{command}: {folder} holds no ranker: it has neither {RECORD} nor {CONFIG}")
         self.objective = self.options.get("objective", "impressions")
 
-    def read(self, data: list[str], history: list[str], items: list[str], users: list[str], *, labelled: bool) -> Any:
-        """Read impressions with the ranker's schema. Missing arguments default to the run's.
+    def read(self, data: list[str], sides: SideOptions | None = None, *, labelled: bool) -> Any:
+        """Read impressions with the ranker's schema. Missing tables default to the run's.
 
         If the run's history was its own impressions, they are read as events, together with the data if it has labels.
         """
         from tigon.rank import Impressions
 
-        data = paths_of(data)
-        sides: dict[str, Any] = {name: paths_of(given) or self.options.get(name) or None
-                 for name, given in (("items", items), ("users", users))}  # fmt: skip
-        events = history_of(paths_of(history) or self.options.get("history", []))
-        if not history:
-            events = after_own(events, [path for path in self.options.get("data", []) if path not in data])
+        data, sides = resolve_paths(data), sides or SideOptions()
+        given: dict[str, Any] = {
+            name: resolve_paths(getattr(sides, name)) or self.options.get(name) or None for name in ("items", "users")
+        }
+        events = parse_history(resolve_paths(sides.history) or self.options.get("history") or [])
+        if not sides.history:
+            events = add_own_history(events, [path for path in self.options.get("data", []) if path not in data])
         with sentences(self.command):
             if self.by_prompt:
                 from tigon.rank.models.prompt import read_impressions
 
-                return read_impressions(self.ranker.prompt, data, history=events, labelled=labelled, **sides)
-            return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
+                return read_impressions(self.ranker.prompt, data, history=events, labelled=labelled, **given)
+            return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **given)
 
     @property
     def files(self) -> list[str]:
         """The run's training tables."""
-        names = ("data", "history", "items", "users", "val", "test")
-        return [path for name in names for path in self.options.get(name) or []]
+        return [path for name in FILES for path in self.options.get(name) or []]
 
     @property
     def labels(self) -> list[str]:
-        """Names that `scored` reports: labels, or prompt tasks."""
+        """Names that `score` reports: labels, or prompt tasks."""
         return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
+
+    def make_batch_options(self, options: ScoringOptions) -> Any:
+        """`rank.BatchOptions` from a command's options. The history length defaults to the training run's."""
+        from tigon.rank.data.batches import PRECISIONS, BatchOptions
+
+        check_choice(self.command, options, precision=PRECISIONS)
+        longest = getattr(options, "history_max", None)
+        longest = self.options.get("history_max") if longest is None else longest
+        return BatchOptions(options.batch_size, None, longest, options.precision)
 
     def check_binary(self, notes: list[str]) -> None:
         """Raise if no prompt task has answers 1 and 0, which metrics require; add a note for the other tasks."""
@@ -103,7 +140,7 @@ class Opened:
                 "there by --loss bce, and rank.Explorer.fit(ranker, data) finds"
             )
 
-    def scored(
+    def score(
         self, data: Any, batch_options: Any, *, explore: float = 0.0, seed: int = 0
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield `rank.Scores` and the output columns per label, piece by piece, in request order."""
@@ -127,11 +164,3 @@ class Opened:
             logits = {name: torch.logit(value.double(), eps=1e-12).float() for name, value in likely.items()}
             total = torch.stack(list(p.values())).sum(0)
             yield Scores(first.offsets, first.rows, logits, total, labels, first.weights), p
-
-
-def _options(command: str, folder: Path) -> dict[str, Any]:
-    record = read_json(folder / RECORD)
-    options = record.get("options")
-    if record.get("kind") != "rank fit" or not isinstance(options, dict):
-        raise Problem(f"{command}: {folder / RECORD} is not the record of a run of tigon rank fit")
-    return options

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from tigon.rank.models.ligr.model import LiGR
 BATCHES, SECONDS = 5, 2.0
 
 
-def fields_of(schema: Any) -> list[dict[str, Any]]:
+def list_fields(schema: Any) -> list[dict[str, Any]]:
     """A row per field: name, kind, side, and embedding-table rows."""
     return [
         {"name": name, "kind": field.kind, "side": field.side, "rows": getattr(field, "rows", None)}
@@ -23,7 +25,7 @@ def fields_of(schema: Any) -> list[dict[str, Any]]:
     ]
 
 
-def parameters_of(ranker: nn.Module) -> dict[str, int]:
+def count_parameters(ranker: nn.Module) -> dict[str, int]:
     """Parameter counts by part, largest first; each field is a part. 8-bit codes count as parameters."""
     counts: dict[str, int] = {}
     codes = [(name, b) for name, b in ranker.named_buffers() if name.endswith(".codes")]
@@ -34,11 +36,10 @@ def parameters_of(ranker: nn.Module) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]:
-    """Means per request over some batches: events, candidates, FLOPs, milliseconds, and a lower bound on a GPU.
+def measure_costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]:
+    """Means per request over some batches: events, candidates, FLOPs and milliseconds.
 
-    FLOPs cover linear layers, and attention if the ranker's config gives its width. The lower bound is the time for
-    these FLOPs at the device's rate for a large matmul.
+    FLOPs cover linear layers, and attention if the ranker's config gives its width.
     """
     device = get_device(ranker)
     seen, events, candidates, flops, seconds = 0, 0, 0, 0.0, []
@@ -47,31 +48,19 @@ def costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]
         for number, batch in enumerate(batch_options.batches(data, device)):
             if number == BATCHES or (number and time.perf_counter() - began > SECONDS):
                 break
-            with _Linear(ranker) as linear, batch_options.autocast(device):
+            with _count_linear(ranker) as linear, batch_options.autocast(device):
                 ranker(batch)
-            flops += linear.flops + _attention(ranker, batch)
-            seconds.append(_timed(ranker, batch, batch_options) / batch.requests)
+            flops += sum(linear) + _count_attention(ranker, batch)
+            seconds.append(_time_forward(ranker, batch, batch_options) / batch.requests)
             seen, events, candidates = seen + batch.requests, events + batch.events, candidates + batch.candidates
-    found: dict[str, Any] = {
+    return {
         "requests": len(data), "events": events / seen, "candidates": candidates / seen,
         "tokens": (events + candidates) / seen + 1, "MFLOP": flops / seen / 1e6,
         "milliseconds, in a batch": 1e3 * sorted(seconds)[len(seconds) // 2],
     }  # fmt: skip
-    if device.type == "cuda":
-        found["floor, milliseconds"] = 1e3 * flops / seen / _measure_matmul_rate(device)
-    return found
 
 
-def _measure_matmul_rate(device: torch.device) -> float:
-    """FLOP/s for a large bf16 matmul."""
-    from triton.testing import do_bench
-
-    n = 8192
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2e3 * n**3 / float(do_bench(lambda: a @ b, return_mode="median"))
-
-
-def _timed(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
+def _time_forward(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
     """Seconds for a forward pass on a batch that already ran once, so that compilation is excluded."""
     device = get_device(ranker)
     if device.type == "cuda":
@@ -84,7 +73,7 @@ def _timed(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
     return time.perf_counter() - start
 
 
-def _attention(ranker: Any, batch: Any) -> int:
+def _count_attention(ranker: Any, batch: Any) -> int:
     """FLOPs for q kᵀ and the product with v, over each token's visible tokens."""
     if not isinstance(ranker, LiGR):
         return 0
@@ -98,22 +87,16 @@ def _attention(ranker: Any, batch: Any) -> int:
     return int(4 * width * pairs.sum())
 
 
-class _Linear:
-    """`with _Linear(module) as linear`: counts matmul FLOPs in linear layers, 2 · rows · in · out."""
+@contextmanager
+def _count_linear(module: nn.Module) -> Iterator[list[int]]:
+    """`with _count_linear(module) as flops`: matmul FLOPs of linear layers, 2 · rows · in · out, a number per call."""
+    flops: list[int] = []
 
-    def __init__(self, module: nn.Module) -> None:
-        self.flops = 0
-        self.layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        self.handles: list[Any] = []
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
+        assert isinstance(layer, nn.Linear)
+        flops.append(2 * inputs[0].numel() * layer.out_features)
 
-    def __enter__(self) -> _Linear:
-        def count(layer: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
-            assert isinstance(layer, nn.Linear)
-            self.flops += 2 * inputs[0].numel() * layer.out_features
-
-        self.handles = [layer.register_forward_hook(count) for layer in self.layers]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
+    handles = [m.register_forward_hook(count) for m in module.modules() if isinstance(m, nn.Linear)]
+    yield flops
+    for handle in handles:
+        handle.remove()
