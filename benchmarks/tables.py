@@ -8,6 +8,7 @@ MkDocs, which loads this file as a hook, puts the table in its place:
     <!-- table: four-gpus -->       a table of README: a key of README_TABLES
     <!-- matrix: *-memory.json -->  one line per case and one column per implementation, for each file that matches
     <!-- families -->               what `fuse` does to every class of transformers
+    <!-- operators: Norms -->       the documentation of the operators with an example in this group
 
 Bold: best in its row by more than 2 % and by more than the scatter of the two measurements.
 """
@@ -324,9 +325,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "table": lambda name: README_TABLES[name](),
         "matrix": make_matrices,
         "families": lambda _: families.page(),
+        "operators": list_operators,
     }
-    pattern = re.compile(rf"^<!-- ({'|'.join(makers)})(?:: (\S+))? -->$", re.MULTILINE)
+    pattern = re.compile(rf"^<!-- ({'|'.join(makers)})(?:: (.+?))? -->$", re.MULTILINE)
     return pattern.sub(lambda mark: makers[mark[1]](mark[2] or ""), markdown)
+
+
+def list_operators(group: str) -> str:
+    from tigon.cli.checks import load_examples
+
+    return "\n\n".join(f"::: tigon.{name}" for name, example in load_examples().items() if example.group == group)
 
 
 def make_matrices(pattern: str) -> str:

@@ -1,5 +1,6 @@
 """`tigon doctor` as a user runs it."""
 
+import dataclasses
 import importlib.metadata
 import inspect
 import json
@@ -52,11 +53,11 @@ def test_doctor_checks_every_operator_and_prints_json(tigon):
     ],
     ids=["another function", "zeros", "a gradient of zeros", "an error"],
 )
-def test_a_check_sees_what_is_wrong(monkeypatch, broken, status):
-    shapes, right = checks.CALLS["swiglu"]
-    calls = iter([right, broken, right])  # in fp64, on the device, and the reference in its dtype
-    monkeypatch.setitem(checks.CALLS, "swiglu", (shapes, lambda *tensors: next(calls)(*tensors)))
-    row = checks.check_operator("swiglu", torch.device("cpu"), torch.float32)
+def test_a_check_sees_what_is_wrong(broken, status):
+    right = checks.load_examples()["swiglu"]
+    calls = iter([right.call, broken, right.call])  # in fp64, on the device, and the reference in its dtype
+    example = dataclasses.replace(right, call=lambda *tensors: next(calls)(*tensors))
+    row = checks.check_operator("swiglu", example, torch.device("cpu"), torch.float32)
     assert row["status"] == status
     assert row["reason"]
 

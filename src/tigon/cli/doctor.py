@@ -117,11 +117,11 @@ def _list_paths() -> list[dict[str, Any]]:
 def _run_checks() -> list[dict[str, Any]]:
     import torch
 
-    from tigon.cli.checks import CALLS, check_operator
+    from tigon.cli.checks import check_operator, load_examples
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return [check_operator(name, device, dtype) for name in CALLS]
+    return [check_operator(name, example, device, dtype) for name, example in load_examples().items()]
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.losses.options import make_keyword_error
 from tigon.ops.cross_entropy import CrossEntropy, cross_entropy_reference, cross_entropy_rows, inverse_divisor
 from tigon.ops.cross_entropy.launches import gradient_rows
+from tigon.ops.example import HEAD, SEQUENCES, Example, make_ids
 from tigon.ops.linear import weight_gradient
 from tigon.ops.shard_statistics import merge_cross_entropy
 
@@ -315,3 +316,12 @@ class _IntoMainGrad(torch.autograd.Function):
         present = [t is not None for t in (dx, db)]
         dx, db = scale_gradients((dx, db), factor, ctx.dtypes, present)
         return dx, None, db, *(None for _ in ctx.needs_input_grad[3:])
+
+
+EXAMPLES = {
+    "linear_cross_entropy": Example(
+        "Losses of a linear head",
+        (SEQUENCES, HEAD),
+        lambda x, w: linear_cross_entropy(x, w, make_ids(x, 4, 32)),
+    ),
+}

@@ -25,6 +25,7 @@ from tigon.losses.head.vocabulary_parallel import Shards, is_sharded, localize_a
 from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
 from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.losses.options import check_positive
+from tigon.ops.example import HEAD, SEQUENCES, Example, make_ids
 from tigon.ops.linear import weight_gradient
 from tigon.ops.linear.chunk_size import chunk_rows
 from tigon.ops.linear.padded_product import class_blocks, empty_logits
@@ -292,3 +293,12 @@ def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: An
 
 
 _linear_logprob = make_differentiable(_fwd, _save, _backward, outputs=5)
+
+
+EXAMPLES = {
+    "linear_logprob": Example(
+        "Losses of a linear head",
+        (SEQUENCES, HEAD),
+        lambda x, w: linear_logprob(x, w, make_ids(x, 4, 32)).logprob,
+    ),
+}

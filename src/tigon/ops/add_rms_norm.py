@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import differentiable, empty_rows, in_order, launcher, use_triton
+from tigon.ops.example import ROWS, WEIGHT, Example
 from tigon.ops.rms_norm import (
     Cast,
     _check,
@@ -116,3 +117,8 @@ def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tu
 
 
 _add_rms_norm = differentiable(_add_rms_norm_fwd, _add_setup_context, _add_backward, outputs=2)
+
+
+EXAMPLES = {
+    "add_rms_norm": Example("Norms", (ROWS, ROWS, WEIGHT), add_rms_norm),
+}

@@ -28,6 +28,7 @@ from tigon.kernels import (
     view_rows,
 )
 from tigon.kernels.tiles.tanh import tanh
+from tigon.ops.example import ROWS, WEIGHT, Example
 from tigon.ops.sum_rows import shares, sum_rows
 
 
@@ -306,3 +307,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _dyt = differentiable(_dyt_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "dyt": Example("Norms", (ROWS, (1,), WEIGHT, WEIGHT), dyt),
+}

@@ -31,6 +31,7 @@ from tigon.kernels import (
     view_rows,
 )
 from tigon.kernels.tiles.ids import key_of_id
+from tigon.ops.example import HEAD, Example, make_ids
 from tigon.ops.targets import CHECKS
 
 # Bounds a program's runtime per dW row: longer runs are cut into pieces of this size.
@@ -444,3 +445,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
 
 
 _embedding = differentiable(_embedding_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "embedding": Example("Embedding", (HEAD,), lambda w: embedding(make_ids(w, 512), w)),
+}

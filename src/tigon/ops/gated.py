@@ -26,6 +26,7 @@ from tigon.kernels import (
     view_rows,
 )
 from tigon.ops.acts import ACTS, Act, checked_act
+from tigon.ops.example import ROWS, Example
 
 # torch's `approximate` values, and the rows in `tigon.ops.acts` that compute them.
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -360,3 +361,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _gated = differentiable(_gated_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "swiglu": Example("Gated units", (ROWS, ROWS), swiglu),
+    "geglu": Example("Gated units", (ROWS, ROWS), geglu),
+    "reglu": Example("Gated units", (ROWS, ROWS), reglu),
+}

@@ -32,6 +32,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.ops.acts import Act, checked_act
+from tigon.ops.example import ROWS, Example
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 
 
@@ -208,3 +209,8 @@ def _backward_of_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _gated_linear_saved_first = make_function(_save_first, _backward_of_packed, "gated_linear")
+
+
+EXAMPLES = {
+    "gated_linear": Example("Gated units", (ROWS, ROWS, (128, 1024)), gated_linear),
+}

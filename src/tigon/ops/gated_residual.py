@@ -23,6 +23,7 @@ from tigon.kernels import (
     tl,
     use_triton,
 )
+from tigon.ops.example import ROWS, Example
 from tigon.ops.gated import choose_unit, laid_out
 
 
@@ -190,3 +191,8 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 _gated_residual = differentiable(_gated_residual_fwd, _setup_context, _backward, unsaved=(2,))
+
+
+EXAMPLES = {
+    "gated_residual": Example("Gated units", (ROWS, ROWS, ROWS), gated_residual),
+}

@@ -30,6 +30,7 @@ from tigon.kernels import (
     tl,
     use_triton,
 )
+from tigon.ops.example import Example
 from tigon.ops.sum_rows import sum_rows
 
 
@@ -457,3 +458,8 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 _group_norm = differentiable(_group_norm_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "group_norm": Example("Norms", ((4, 64, 100), (64,), (64,)), lambda x, w, b: group_norm(x, 8, w, b)),
+}

@@ -39,6 +39,7 @@ from tigon.kernels.tiles.constants import LN2
 from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.moments import moments_of_parts, row_moments
 from tigon.kernels.tiles.parts import locate_part_of_row
+from tigon.ops.example import LOGITS, Example, make_ids
 from tigon.ops.targets import checked_target
 
 
@@ -542,3 +543,8 @@ def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: An
 
 
 _logprob = differentiable(_logprob_fwd, _setup_context, _backward, outputs=5)
+
+
+EXAMPLES = {
+    "logprob": Example("Losses", (LOGITS,), lambda x: tuple(logprob(x, make_ids(x, 256))[:2])),
+}

@@ -28,6 +28,7 @@ from tigon.kernels import (
     use_triton,
     view_rows,
 )
+from tigon.ops.example import ROWS, Example
 
 # Widest row that a tile holds in registers; wider rows are read twice, block by block.
 MAX_TILE = 16384
@@ -394,3 +395,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _poly_norm = differentiable(_poly_norm_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "poly_norm": Example("Norms", (ROWS, (3,), ()), poly_norm),
+}

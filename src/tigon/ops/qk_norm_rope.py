@@ -31,6 +31,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.kernels.tiles.pairs import load_pairs, store_pairs, turn
+from tigon.ops.example import Example, make_angles
 from tigon.ops.rms_norm import CASTS, Cast
 from tigon.ops.rope import (
     DEFAULT,
@@ -478,3 +479,12 @@ def _backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> tuple[Tensor 
 
 
 _qk_norm_rope = differentiable(_qk_norm_rope_fwd, _setup_context, _backward, outputs=2)
+
+
+EXAMPLES = {
+    "qk_norm_rope": Example(
+        "Rotary embeddings",
+        ((2, 4, 64, 64), (2, 2, 64, 64), (64,), (64,)),
+        lambda q, k, wq, wk: qk_norm_rope(q, k, wq, wk, *make_angles(q)),
+    ),
+}

@@ -17,6 +17,7 @@ from tigon.kernels import check_tensors, launcher, use_triton
 from tigon.ops.embedding_bag import embedding_bag_reference
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import bag_sums, measure_bags
+from tigon.ops.example import HEAD, Example, make_ids
 
 LARGEST = 65504.0  # largest fp16 number
 
@@ -162,3 +163,13 @@ def _quantized_embedding(
     y = _quantized_embedding_fake(codes, scale_offset, values, offsets, fields, factors, mean, padding_idx, dtype)
     bag_sums(codes, values, offsets, fields, factors, scale_offset, mean, padding_idx, y)
     return y
+
+
+def _quantize_and_look_up(weight: Tensor) -> Tensor:
+    codes, scale_offset = quantize_rows(weight.detach().float())
+    return quantized_embedding(codes, scale_offset, make_ids(weight, 64, 4), mode="sum")
+
+
+EXAMPLES = {
+    "quantized_embedding": Example("Embedding", (HEAD,), _quantize_and_look_up),
+}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import differentiable, launcher, use_triton
+from tigon.ops.example import ROWS, Example
 from tigon.ops.gated import _gated_bwd_kernel, _gated_fwd_kernel, launch_gated
 
 
@@ -84,3 +85,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
 
 
 _relu2 = differentiable(_relu2_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "relu2": Example("Gated units", (ROWS,), relu2),
+}

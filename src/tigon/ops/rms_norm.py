@@ -34,6 +34,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.kernels.tiles.reduce import sum2
+from tigon.ops.example import ROWS, WEIGHT, Example
 from tigon.ops.sum_rows import shares, spread, sum_rows
 
 Cast = Literal["llama", "gemma", "none"]
@@ -501,3 +502,8 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 _rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "rms_norm": Example("Norms", (ROWS, WEIGHT), rms_norm),
+}

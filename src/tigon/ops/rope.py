@@ -31,6 +31,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.kernels.tiles.pairs import load_pairs, store_pairs, turn
+from tigon.ops.example import Example, make_angles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,3 +410,8 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | 
 
 
 _rope = differentiable(_rope_launch, _setup_context, _backward, outputs=2)
+
+
+EXAMPLES = {
+    "rope": Example("Rotary embeddings", ((2, 4, 64, 64), (2, 2, 64, 64)), lambda q, k: rope(q, k, *make_angles(q))),
+}

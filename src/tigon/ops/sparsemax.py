@@ -28,6 +28,7 @@ from tigon.kernels import (
     use_triton,
     view_rows,
 )
+from tigon.ops.example import ROWS, Example
 
 # Widest row that stays in registers while its threshold is computed; wider rows are read once per step. In fp32 on 16
 # warps, a row of 32768 takes 64 registers per thread.
@@ -273,3 +274,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
 
 
 _sparsemax = differentiable(_sparsemax_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "sparsemax": Example("Softmax", (ROWS,), sparsemax),
+}

@@ -36,6 +36,7 @@ from tigon.losses.head.head import Head, Hidden, check_head, choose_logits_dtype
 from tigon.losses.head.vocabulary_parallel import resolve_shards
 from tigon.losses.inputs import HeadInputs, parse_inputs, plan_walk
 from tigon.losses.operator import with_floats
+from tigon.ops.example import HEAD, Example
 
 __all__ = ["Distill", "DistillTopK", "TopK", "distill", "distill_reference", "distill_topk", "distill_topk_reference"]
 
@@ -234,3 +235,12 @@ def _check_device(name: str, x: Tensor, **others: Tensor) -> None:
     for argument, t in others.items():
         if t.device != x.device:
             raise ValueError(f"{name}: {argument} must be on x's device {x.device}, got {t.device}.")
+
+
+EXAMPLES = {
+    "distill": Example(
+        None,
+        ((128, 64), HEAD, (128, 64), HEAD),
+        lambda x, w, tx, tw: distill(x, w, Hidden(tx.detach(), tw.detach()), config=Distill(loss_type="jsd"))[0],
+    ),
+}

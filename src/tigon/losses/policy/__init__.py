@@ -29,10 +29,12 @@ from torch import Tensor
 
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
+from tigon.losses.linear_logprob import linear_logprob
 from tigon.losses.options import make_keyword_error
 from tigon.losses.policy.batch import make_options, policy_loss
 from tigon.losses.policy.options import GRPO, LOSS_TYPES, MODES, RLOO, Rollout, Sampler, parse_rollout
 from tigon.losses.policy.reference import grpo_reference
+from tigon.ops.example import HEAD, SEQUENCES, Example, make_ids
 
 __all__ = ["GRPO", "LOSS_TYPES", "MODES", "RLOO", "Rollout", "Sampler", "grpo", "grpo_reference", "rloo"]
 
@@ -114,3 +116,15 @@ def rloo(
             raise ValueError(f"rloo: rollout.{field} must be left out: RLOO has no use for it, got one.")
     clipped: GRPO = config.clipped  # type: ignore[attr-defined]
     return policy_loss("rloo", x, head, target, rollout, clipped, make_options(clipped, rollout, "total"), chunks)
+
+
+def _take_grpo_step(x: Tensor, head: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+    logprob = linear_logprob(x.detach(), head.detach(), make_ids(x, 4, 32)).logprob
+    advantages = torch.tensor([1.0, -0.5, 0.5, -1.0], dtype=logprob.dtype, device=x.device)
+    rollout = Rollout(advantages, logprob + 0.1 * old.detach(), logprob + 0.1 * reference.detach())
+    return grpo(x, head, make_ids(x, 4, 32), rollout, config=GRPO(beta=0.04))[0]
+
+
+EXAMPLES = {
+    "grpo": Example(None, (SEQUENCES, HEAD, (4, 32), (4, 32)), _take_grpo_step),
+}

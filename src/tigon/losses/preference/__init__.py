@@ -51,6 +51,7 @@ from tigon.losses.preference.families import (
 )
 from tigon.losses.preference.options import CPO, DPO, KTO, ORPO, Mismatched, SimPO, Unpaired
 from tigon.losses.token_loss import token_loss
+from tigon.ops.example import HEAD, SEQUENCES, Example, make_ids
 from tigon.ops.targets import as_labels
 
 __all__ = [
@@ -399,3 +400,13 @@ def _estimate_kl(kl: Mismatched, head: AnyHead, config: KTO, chunks: ChunkOption
             reference=_hidden_or_none(kl.ref), ignore_index=config.ignore_index, temperature=config.temperature,
             chunks=replace(chunks, valid_tokens=kl.valid_tokens),
         )[0]  # fmt: skip
+
+
+EXAMPLES = {
+    "dpo": Example(
+        None,
+        (SEQUENCES, HEAD, SEQUENCES, HEAD),
+        lambda x, w, rx, rw: dpo(x, w, make_ids(x, 4, 32), Hidden(rx.detach(), rw.detach()), config=DPO(beta=0.01))[0],
+    ),
+    "orpo": Example(None, (SEQUENCES, HEAD), lambda x, w: orpo(x, w, make_ids(x, 4, 32), config=ORPO())[0]),
+}

@@ -22,6 +22,7 @@ from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_details
 from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
 from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_z_reference
+from tigon.ops.example import LOGITS, Example, make_ids
 from tigon.ops.targets import checked_target
 
 __all__ = [
@@ -247,3 +248,8 @@ def inverse_divisor(
     elif not isinstance(divisor, Tensor):
         return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=target.device)
     return divisor.to(device=target.device, dtype=dtype).reciprocal()
+
+
+EXAMPLES = {
+    "cross_entropy": Example("Losses", (LOGITS,), lambda x: cross_entropy(x, make_ids(x, 256))),
+}

@@ -24,6 +24,7 @@ from torch import Tensor
 from tigon.kernels import unknown_keyword, use_triton
 from tigon.ops.divergence.launches import divergence_rows as _rows
 from tigon.ops.divergence.launches import in_planes
+from tigon.ops.example import LOGITS, Example
 
 __all__ = ["HOMES", "REDUCTIONS", "divergence_reference", "jsd", "kl_div", "tvd"]
 
@@ -204,3 +205,14 @@ def divergence_reference(
         raise NotImplementedError(f"divergence_reference: {kind!r} has no formula.")
     rows = terms.sum(-1)
     return rows if mask is None else torch.where(mask, rows, 0.0)
+
+
+EXAMPLES = {
+    "kl_div": Example(
+        "Losses",
+        (LOGITS, LOGITS),
+        lambda x, y: kl_div(x, y.detach(), reduction="batchmean", temperature=1.0),
+    ),
+    "jsd": Example("Losses", (LOGITS, LOGITS), lambda x, y: jsd(x, y.detach(), temperature=1.0)),
+    "tvd": Example("Losses", (LOGITS, LOGITS), lambda x, y: tvd(x, y.detach(), temperature=1.0)),
+}

@@ -19,6 +19,7 @@ from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offs
 from tigon.ops.embedding_bag.launches import embedding_bag_bwd, embedding_bag_factors, embedding_bag_fwd
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 from tigon.ops.embedding_bag.rows import bag_of_rows, save_bags
+from tigon.ops.example import HEAD, Example, make_ids
 
 __all__ = ["embedding_bag", "embedding_bag_reference"]
 
@@ -119,3 +120,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _embedding_bag = differentiable(embedding_bag_fwd, save_bags, _backward)
+
+
+EXAMPLES = {
+    "embedding_bag": Example("Embedding", (HEAD,), lambda w: embedding_bag(make_ids(w, 64, 4), w, mode="sum")),
+}

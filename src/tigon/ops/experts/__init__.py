@@ -30,6 +30,7 @@ from tigon.kernels import (
     use_triton,
     weight_and_bias,
 )
+from tigon.ops.example import Example
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
 from tigon.ops.experts.reference import moe_mlp_reference
@@ -145,3 +146,14 @@ def _check(
         if t is not None and t.dtype != x.dtype and autocast is None:
             raise ValueError(f"moe_mlp: {must} of x's dtype {x.dtype}, got {t.dtype}.")
     return autocast or x.dtype
+
+
+def _route_in_turn(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    token = torch.arange(len(x), device=x.device)
+    index = torch.stack((token % len(down), (token + 3) % len(down)), 1)
+    return moe_mlp(x, index, weights, (gate_up, None), (down, None))
+
+
+EXAMPLES = {
+    "moe_mlp": Example("Experts", ((64, 128), (64, 2), (8, 128, 128), (8, 128, 64)), _route_in_turn),
+}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import check_no_shape, check_tensors, use_triton
+from tigon.ops.example import ROWS, WEIGHT, Example
 from tigon.ops.layer_norm.launches import norm_of_rows
 
 
@@ -59,3 +60,8 @@ def layer_norm_reference(
     if bias is not None:
         y = y + bias
     return y.to(x.dtype).contiguous()
+
+
+EXAMPLES = {
+    "layer_norm": Example("Norms", (ROWS, WEIGHT, WEIGHT), layer_norm),
+}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import autocast_device, autocast_dtype, check_tensors, use_triton
+from tigon.ops.example import Example
 from tigon.ops.prefix_attention.launches import _prefix_attention, choose_tables
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
@@ -134,3 +135,12 @@ def _check(
         raise ValueError(f"prefix_attention: softcap must be positive or None, got {softcap}.")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"prefix_attention: window must be a positive int or None, got {window}.")
+
+
+EXAMPLES = {
+    "prefix_attention": Example(
+        "Attention",
+        ((160, 4, 32), (160, 2, 32), (160, 2, 32)),
+        lambda q, k, v: prefix_attention(q, k, v, PrefixLayout([64, 32], [[16] * 3, [8] * 2], device=q.device)),
+    ),
+}

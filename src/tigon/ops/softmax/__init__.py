@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import use_triton
+from tigon.ops.example import ROWS, Example
 from tigon.ops.softmax.launches import softmax_of_last as _softmax
 
 __all__ = ["softmax", "softmax_reference"]
@@ -98,3 +99,8 @@ def softmax_reference(
         unseen = torch.arange(S, device=x.device) > (torch.arange(T, device=x.device) + (S - T)).unsqueeze(-1)
         z = z.masked_fill(unseen, -torch.inf)
     return torch.softmax(z, dim).to(x.dtype)
+
+
+EXAMPLES = {
+    "softmax": Example("Softmax", (ROWS,), lambda x: softmax(x, -1)),
+}

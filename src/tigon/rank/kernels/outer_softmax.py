@@ -30,6 +30,7 @@ from tigon.kernels import (
     view_rows,
 )
 from tigon.kernels.tiles.constants import LN2, LOG2E
+from tigon.ops.example import Example
 
 # The widest A: a tile holds all its columns, 16 per thread on 8 warps.
 MAX_RANK = 4096
@@ -305,3 +306,8 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 _outer_softmax = differentiable(_outer_softmax_fwd, _setup_context, _backward)
+
+
+EXAMPLES = {
+    "outer_softmax": Example("Softmax", ((256, 96),), outer_softmax),
+}
