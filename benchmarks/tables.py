@@ -8,6 +8,7 @@ MkDocs, which loads this file as a hook, puts the table in its place:
     <!-- table: four-gpus -->       a table of README: a key of README_TABLES
     <!-- matrix: *-memory.json -->  one line per case and one column per implementation, for each file that matches
     <!-- families -->               what `fuse` does to every class of transformers
+    <!-- activations -->            the activations of gated units
     <!-- operators: Norms -->       the documentation of the operators with an example in this group
 
 Bold: best in its row by more than 2 % and by more than the scatter of the two measurements.
@@ -325,10 +326,19 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "table": lambda name: README_TABLES[name](),
         "matrix": make_matrices,
         "families": lambda _: families.page(),
+        "activations": lambda _: make_activations(),
         "operators": list_operators,
     }
     pattern = re.compile(rf"^<!-- ({'|'.join(makers)})(?:: (.+?))? -->$", re.MULTILINE)
     return pattern.sub(lambda mark: makers[mark[1]](mark[2] or ""), markdown)
+
+
+def make_activations() -> str:
+    from tigon.ops.acts import ACTS
+
+    header = ["`act=`", "computes", "in transformers' configurations"]
+    lines = [[f"`{row.name}`", row.formula, ", ".join(f"`{alias}`" for alias in row.aliases)] for row in ACTS.values()]
+    return to_markdown(header, lines, left=3)
 
 
 def list_operators(group: str) -> str:

@@ -11,8 +11,7 @@ import tigon
 from tigon.fusion.parts.experts import recognize_experts
 from tigon.fusion.parts.mlp import recognize_mlp
 from tigon.kernels import HAS_TRITON, jit
-from tigon.kernels.tiles.act import silu
-from tigon.ops.acts import ACTS, Act, Activation
+from tigon.ops.acts import ACTS, Act, Activation, silu
 from tigon.ops.gated import gated_unit
 from tigon.ops.gated_linear import gated_linear
 from tigon.ops.linear.gated_mlp import gated_mlp
