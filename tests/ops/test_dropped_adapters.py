@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from numerics import check, evaluate
 
+import tigon
 from tigon.fusion.memory.recompute import Recompute
 from tigon.ops.acts import ACTS
 from tigon.ops.linear.adapters import gated_lora_linear, lora_linear
@@ -114,12 +115,30 @@ def generator_state(device):
     return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
 
 
+def test_without_dropout_nothing_is_drawn_and_nothing_changes(backend, device):
+    inputs = drawn(dtype=torch.bfloat16)(torch.Generator().manual_seed(0), device)
+    state = generator_state(device)
+    plain = lora_linear(inputs[0], [layer._replace(dropout=0.0) for layer in layers_of(inputs[1:])])
+    assert torch.equal(generator_state(device), state)
+    bare = lora_linear(inputs[0], [LoRA(*layer[:4]) for layer in layers_of(inputs[1:])])
+    assert all(torch.equal(one, other) for one, other in zip(plain, bare, strict=True))
+
+
 def test_seeds_decide_the_bits(backend, device):
     inputs = drawn(dtype=torch.bfloat16)(torch.Generator().manual_seed(0), device)
     first, again = (evaluate(group, inputs, {}, grad=trained(inputs)) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     other = lora_linear(inputs[0], layers_of(inputs[1:]))  # the generator has moved on
     assert not any(torch.equal(y, first[f"output {i}"]) for i, y in enumerate(other))
+
+
+def test_every_device_and_backend_drops_the_same(triton_backend, device):
+    inputs = drawn()(torch.Generator().manual_seed(0), device)
+    got = group(*inputs)
+    with tigon.use_backend("torch"):
+        expected = group(*inputs)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -138,6 +138,13 @@ def test_forward_and_gradients(kind, dtype, device):
     check(group, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, kind=kind, draws=4)
 
 
+@pytest.mark.parametrize("rows", [(), (1,), (300,)])
+def test_sizes(rows, device):
+    make = made(rows=rows)
+    for kind in ("plain", "plain, fresh, rows"):
+        check(group, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, kind=kind, draws=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["plain", "rows of a Function, fresh"])
 def test_adapters_in_fp32_without_autocast(kind, dtype, device):
