@@ -69,7 +69,7 @@ def x(device):
 def joined(t):
     """How many groups of projections and whole MLPs are behind t."""
     names = nodes_of(t)
-    return names.count("ProjectionsBackward"), names.count("DenseMLPBackward")
+    return names.count("ProjectionsBackward"), names.count("DenseMlpBackward")
 
 
 def gradients(model, x):
