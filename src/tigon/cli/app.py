@@ -49,14 +49,18 @@ def _tigon(
         typer.echo(context.get_help())
 
 
-for _name, _module in COMMANDS.items():
-    _run = getattr(importlib.import_module(_module), _name)
-    if _name == "train":
-        # TRL's parser reads the arguments, including --help: its options depend on the task's trainer.
-        _settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-        app.command(_name, context_settings=_settings, add_help_option=False)(_run)
-    else:
-        add_command(app, _name, _run)
+def add_commands(app: typer.Typer, commands: dict[str, str], groups: dict[str, str]) -> None:
+    """Add commands and groups by their names and modules."""
+    for name, module in commands.items():
+        run = getattr(importlib.import_module(module), name)
+        if name == "train":
+            # TRL's parser reads the arguments, including --help: its options depend on the task's trainer.
+            settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+            app.command(name, context_settings=settings, add_help_option=False)(run)
+        else:
+            add_command(app, name, run)
+    for name, module in groups.items():
+        app.add_typer(getattr(importlib.import_module(module), name))
 
-for _name, _module in GROUPS.items():
-    app.add_typer(getattr(importlib.import_module(_module), _name))
+
+add_commands(app, COMMANDS, GROUPS)
