@@ -494,7 +494,8 @@ def kernels() -> list[str]:
             found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
     called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}
     # Tile functions are inlined, also when passed to a kernel as an argument.
-    launched = {name: kernel for name, kernel in found.items() if not name.startswith("tigon.kernels.tiles.")}
+    tiles = "tigon.kernels.tiles.", "tigon.ops.acts."
+    launched = {name: kernel for name, kernel in found.items() if not name.startswith(tiles)}
     return sorted(name for name, kernel in launched.items() if kernel.fn.__name__ not in called)
 
 
