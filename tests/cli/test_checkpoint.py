@@ -163,3 +163,12 @@ def test_a_killed_holder_does_not_block_and_a_living_one_does(tmp_path):
         assert not (tmp_path / ".lock").exists()
     finally:
         os.kill(grandchild, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the lock is POSIX's")
+def test_the_lock_of_a_file_that_its_holder_has_deleted_guards_nothing(tmp_path, monkeypatch):
+    import fcntl
+
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: (tmp_path / ".lock").unlink())
+    with pytest.raises(Problem, match="another run has just ended in"), lock_folder(tmp_path):
+        pass

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -26,6 +28,14 @@ from tigon.rank.cli.tables import History, read_tables, should_stream  # noqa: E
 USERS, ITEMS, KINDS, SHOWN = 20, 48, 2, 20
 TINY = ("--device", "cpu", "--width", 16, "--layers", 2, "--heads", 2, "--batch-size", 8, "--lr", 0.02,
         "--history-max", 20)  # fmt: skip
+# A process that holds the lock of a run's folder to the end of its input.
+HOLDER = """
+import fcntl, os, sys
+handle = open(sys.argv[1] + "/.lock", "a")
+fcntl.lockf(handle, fcntl.LOCK_EX)
+os.write(1, b"x")
+sys.stdin.read()
+"""
 
 
 def drawn(requests, seed, first=0):
@@ -266,11 +276,21 @@ def test_several_seeds_are_runs_beside_each_other(folder, here, tmp_path):
     (out / "run.json").write_text(json.dumps(record))
     shutil.rmtree(out / "seed-1")
     kept = (out / "seed-3" / "results.json").stat().st_mtime_ns
+    (out / "seed-1").mkdir()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, out / "seed-1"], stdin=-1, stdout=-1)
+    assert holder.stdout.read(1) == b"x"
+    refused = here("rank", "fit", "--resume", "--device", "cpu", "-o", out)
+    assert (refused.code, "another run is at work in" in refused.err) == (2, True), refused.err
+    holder.communicate()
     here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
     assert results(out)["summary"] == found["summary"]
     assert (out / "seed-3" / "results.json").stat().st_mtime_ns == kept
-    here("rank", "fit", *data, *options, "--overwrite", "--seed", 1, "-o", out).ok()
+    again = ("rank", "fit", *data, *options, "--overwrite", "--seed", 1, "-o", out)
+    here(*again).ok()
     assert not list(out.glob("seed-*"))
+    (out / "seed-1").mkdir()  # the user's: one seed's run writes no such folder
+    here(*again).ok()
+    assert (out / "seed-1").is_dir()
 
 
 def test_impressions_by_row_groups(folder, here, tmp_path, monkeypatch):

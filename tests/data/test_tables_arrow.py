@@ -25,6 +25,8 @@ def test_tables_of_every_kind_are_read_alike():
     ]  # fmt: skip
     for form in forms:
         assert {name: column.to_pylist() for name, column in arrow_columns("x", form).items()} == columns
+    sparse = pandas.DataFrame({"a": pandas.arrays.SparseArray([0, 3])})  # pyarrow has no such column
+    assert arrow_columns("x", sparse)["a"].to_pylist() == [0, 3]
 
 
 @pytest.mark.parametrize("values", [[1, "word"], [[1], "word"]])

@@ -207,7 +207,17 @@ def lock_folder(output: Path) -> Iterator[None]:
             raise Problem(f"another run is at work in {output}; wait for its end, or give another --output") from None
         except OSError:
             pass
+        else:
+            if not _is_open(handle.fileno(), output / LOCK):  # its holder ended meanwhile, and deleted the file
+                raise Problem(f"another run has just ended in {output}; start this one again")
         try:
             yield
         finally:
             (output / LOCK).unlink(missing_ok=True)
+
+
+def _is_open(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(file))
+    except FileNotFoundError:
+        return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -44,10 +45,12 @@ class Run(Generic[OptionsT]):
     occur before another run is replaced.
 
     NAME: the command, after "tigon". WRITTEN: the files and folders that a run writes beside checkpoints and record.
+    SEED_FOLDERS: with at least so many seeds, each has a folder.
     """
 
     NAME: ClassVar[str]
     WRITTEN: ClassVar[tuple[str, ...]]
+    SEED_FOLDERS: ClassVar[float] = math.inf
 
     def __init__(self, options: OptionsT) -> None:
         if (processes := count_processes()) > 1:
@@ -107,7 +110,9 @@ class Run(Generic[OptionsT]):
         with lock_folder(self.output):
             if not self.is_resumed:
                 check_free(self.NAME, self.output, self.options.overwrite)  # another run may have ended meanwhile
-                clear(self.output, (*self.WRITTEN, *(f"seed-{seed}" for seed in find_seeds(self.output))))
+                seeds = find_seeds(self.output)
+                folders = [f"seed-{seed}" for seed in seeds] if len(seeds) >= self.SEED_FOLDERS else []
+                clear(self.output, (*self.WRITTEN, *folders))
                 write_json(self.output / RECORD, self.record)
             self.train()
 

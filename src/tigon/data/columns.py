@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,10 @@ def _plain(name: str, column: Any) -> Any:
     if kind == "pandas" and hasattr(column, "dtype"):
         import pyarrow as pa
 
-        if column.dtype == object:  # of any values: pyarrow would cut times to dates beside dates
-            return [None if missing else value for value, missing in zip(column, column.isna(), strict=True)]
-        column, kind = pa.Array.from_pandas(column), "pyarrow"
+        if column.dtype != object:  # of any values: pyarrow would cut times to dates beside dates
+            with suppress(pa.ArrowException, TypeError):  # kinds of pandas alone, such as sparse numbers
+                return _plain(name, pa.Array.from_pandas(column))
+        return [None if missing else value for value, missing in zip(column, column.isna(), strict=True)]
     if kind == "pyarrow":
         if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
             column = column.combine_chunks()

@@ -39,14 +39,20 @@ def run(options: TrainOptions) -> None:
     """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended the run."""
     output = Path(options.trainer.output_dir).expanduser().resolve()
     options.trainer.output_dir = str(output)
-    checkpoint = find_checkpoint(output, options.trainer.resume_from_checkpoint)
-    if options.trainer.world_size == 1:
-        options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
-    make_trainer: Any = make_trl_trainer
-    if options.task in SYSTEM_TASKS:
-        make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
-    trainer, fusion = make_trainer(options)
-    with lock_folder(output) if trainer.is_world_process_zero() else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        checkpoint = find_checkpoint(output, options.trainer.resume_from_checkpoint)
+        # Before the model is loaded, so that the checkpoint stays the newest.
+        is_locked = output.is_dir() and PartialState().is_main_process
+        if is_locked:
+            stack.enter_context(lock_folder(output))
+        if options.trainer.world_size == 1:
+            options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
+        make_trainer: Any = make_trl_trainer
+        if options.task in SYSTEM_TASKS:
+            make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
+        trainer, fusion = make_trainer(options)
+        if trainer.is_world_process_zero() and not is_locked:
+            stack.enter_context(lock_folder(output))
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()

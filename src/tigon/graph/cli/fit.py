@@ -62,6 +62,7 @@ def fit(options: GraphFitOptions) -> None:
 class GraphRun(Run[GraphFitOptions]):
     NAME = NAME
     WRITTEN = (RESULTS, METRICS, PROBED, "angles.png")
+    SEED_FOLDERS = 1
 
     def complete(self, options: GraphFitOptions) -> GraphFitOptions:
         from tigon.graph.citations import DATASETS

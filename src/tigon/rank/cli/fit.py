@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.checkpoint import load_checkpoint, prune, publish, save_checkpoint, seal, stage, write_json
+from tigon.cli.checkpoint import load_checkpoint, lock_folder, prune, publish, save_checkpoint, seal, stage, write_json
 from tigon.cli.problem import Problem, needs, parse_integers, replace_arguments
 from tigon.cli.progress import Steps, working
 from tigon.cli.run import METRICS, RECORD, RESULTS, Run, append_metrics, finish_record, read_record, stop
@@ -46,6 +46,7 @@ class FitRun(Run[FitOptions]):
 
     NAME = NAME
     WRITTEN = (RESULTS, PICTURE, warm_start.MODEL, warm_start.SCHEMA, METRICS)
+    SEED_FOLDERS = 2
 
     def complete(self, options: FitOptions) -> FitOptions:
         if not options.data:
@@ -96,8 +97,9 @@ class FitRun(Run[FitOptions]):
             if fit is not None:
                 self.console.print(f"seed {seed}")
                 fit.folder.mkdir(exist_ok=True)
-                write_json(fit.folder / RECORD, fit.record)
-                fit.run()
+                with lock_folder(fit.folder):  # a seed's run can be resumed alone
+                    write_json(fit.folder / RECORD, fit.record)
+                    fit.run()
         self._finish_seeds()
 
     def _make_fit_options(self) -> Any:

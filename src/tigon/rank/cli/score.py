@@ -145,8 +145,10 @@ def _open_writer(file: Path, suffix: str) -> Iterator[Callable[[dict[str, Any]],
                 sink = (CSVWriter if suffix == ".csv" else ParquetWriter)(handle, table.schema)
             sink.write_table(table.cast(sink.schema) if suffix == ".parquet" else table)
 
-        yield write
-        if sink is not None:
-            sink.close()
+        try:
+            yield write
+        finally:
+            if sink is not None:
+                sink.close()
         handle.flush()
         os.fsync(handle.fileno())

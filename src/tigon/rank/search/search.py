@@ -239,7 +239,7 @@ class _Search:
         while True:
             counts = _count_states(self.study)
             ended = counts["COMPLETE"] + counts["PRUNED"]
-            if ended >= self.options.trials:
+            if ended >= self.options.trials and not counts["RUNNING"]:
                 return
             if ended + counts["RUNNING"] >= self.options.trials:
                 self._wait()

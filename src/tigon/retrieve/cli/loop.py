@@ -157,6 +157,7 @@ def fit(
         if after_epoch is not None and after_epoch(epoch, loss, found, read_state):
             stopped = True
             break
+    del steps.step  # of a reference cycle, which would keep the graph's memory through the next fit
     best = max(history, key=lambda row: row[MONITOR])["epoch"] if history else done
     seconds = time.perf_counter() - began
     return FitResult(towers, history, int(best), done, seconds, training / max(done - first, 1), stopped)
