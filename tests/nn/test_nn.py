@@ -107,6 +107,12 @@ def test_a_loss_of_a_head_is_its_function(name, monkeypatch):
         kind(3)
 
 
+def test_a_subclass_of_a_loss_keeps_its_function():
+    kind = type("OwnLoss", (nn.RLOOLoss,), {})
+    assert kind.function is tigon.losses.rloo
+    assert kind().options["config"] == tigon.losses.RLOO()
+
+
 @pytest.mark.parametrize("make", [
     lambda: nn.KLDivLoss(reduction="none"), lambda: nn.JSDLoss(beta=2.0), lambda: nn.TVDLoss(temperature=0.0),
 ])  # fmt: skip

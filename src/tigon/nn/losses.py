@@ -133,9 +133,11 @@ class _HeadLoss(OptionsModule, Generic[Config]):
     function: ClassVar[Callable[..., Any]]
     defaults: ClassVar[Any]
 
-    def __init_subclass__(cls, function: Callable[..., Any], **options: Any) -> None:
+    def __init_subclass__(cls, function: Callable[..., Any] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.function, cls.defaults = staticmethod(function), inspect.signature(function).parameters["config"].default
+        if function is not None:  # a subclass of a loss keeps the loss's function
+            cls.function = staticmethod(function)
+            cls.defaults = inspect.signature(function).parameters["config"].default
 
     def __init__(self, config: Config | None = None, chunks: ChunkOptions = ChunkOptions()) -> None:
         config = self.defaults if config is None else config
