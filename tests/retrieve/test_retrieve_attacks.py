@@ -414,6 +414,7 @@ BODIES = {
     "400 digits for a number": ("/upsert", item(price=[10**400])),
     "400 digits for an id": ("/delete", {"ids": [10**400]}),
     "an id beyond 63 bits": ("/delete", {"ids": [2**63]}),
+    "large and with a field of others": ("/delete", b'{"ids": [' + b'"x",' * 30_000 + b'"x"], "vectors": []}'),
     "large and beyond 63 bits": ("/delete", b'{"ids": [' + b"1," * 50_000 + b"9223372036854775808]}"),
     "a key twice": ("/search", b'{"vectors": [[1]], "k": 1, "k": "a"}'),
     "booleans": ("/search", {"vectors": [[True] * D]}),

@@ -500,6 +500,8 @@ def test_hits_take_rows_of_tables_of_each_kind(device, named):
         index.upsert(range(100), vectors(100))
         numbers = index.search(vectors(2).to(device), k=3)
         assert numbers.take(lists)["title"] == [f"title {n}" for n in numbers.ids.flatten().tolist()]
+    kept = pa.table(lists, metadata={"made": "by hand"})
+    assert hits.take(kept, id="job").schema.metadata == kept.schema.metadata
     taken = hits.take(pa.table(lists), id="job").to_pandas()
     assert taken.columns.tolist() == ["query", "rank", "score", "job", "title"]
     listed = hits.to_pandas()

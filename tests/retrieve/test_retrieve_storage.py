@@ -140,6 +140,9 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     assert again.capacity == 60
     again.save(tmp_path / "a")
     folder = tmp_path / "a" / "snapshot-000002"
+    for ids, factor in (([1], torch.nan), (range(200, 300), 1)):  # refused, and not in the journal
+        with pytest.raises(ValueError, match=r"NaN|do not fit"):
+            again.upsert(name(ids), vectors(ids) * factor, table(ids))
     assert [kind for kind, _, _ in journal_module.read_records(folder / "journal", snapshot_id(folder))] == ["snapshot"]
     again.delete(name([2]))
     again.save(tmp_path / "b")  # elsewhere: the journal stays where it is

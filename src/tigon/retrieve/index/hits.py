@@ -121,11 +121,14 @@ class Hits:
         kind = type(table).__module__.split(".")[0]
         if kind == "pyarrow":
             part = table.take(rows)
-            return type(table).from_pydict({**hits, **dict(zip(names, part.columns, strict=True))})
+            for place, (name, values) in enumerate(hits.items()):
+                part = part.add_column(place, name, [values])
+            return part
         if kind == "pandas":
-            import pandas
-
-            return pandas.concat([pandas.DataFrame(hits), table.iloc[rows].reset_index(drop=True)], axis=1)
+            part = table.iloc[rows].reset_index(drop=True)
+            for place, (name, values) in enumerate(hits.items()):
+                part.insert(place, name, values)
+            return part
         if kind == "polars":
             import polars
 

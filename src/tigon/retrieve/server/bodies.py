@@ -125,7 +125,7 @@ def _parse_fields(kind: type[B], text: str, name: str, dim: int) -> tuple[dict[s
     take = {"vectors": vectors.take, "ids": ids.take}
     fields = _parse_object(text, name, {field: take[field] for field in take.keys() & kind.model_fields.keys()})
     arrays = {}
-    if isinstance(fields.get("vectors"), list):
+    if "vectors" in kind.model_fields and isinstance(fields.get("vectors"), list):
         vectors.rows += fields.pop("vectors")
         vectors.convert()
         arrays["vectors"] = np.concatenate(vectors.parts)
