@@ -1,5 +1,6 @@
 """tigon.compress.feed_forward: recognition, every method, what is left alone, and the way back."""
 
+import argparse
 import copy
 import itertools
 import json
@@ -330,3 +331,11 @@ def test_scores_name_the_neurons_that_move_the_output():
     size = torch.tensor([float(y.norm()) for y in alone])
     assert float(size[:32].sum() / size.sum()) > 0.6
     assert torch.corrcoef(torch.stack((size, torch.arange(128.0))))[0, 1] < -0.6
+
+
+def test_an_output_that_cannot_be_iterated_is_read_by_its_logits():
+    class Model(nn.Module):
+        def forward(self, x):
+            return argparse.Namespace(logits=x)
+
+    assert calibration.OutputDistance(Model(), [{"x": torch.ones(2, 4)}]).measure() == 0

@@ -60,6 +60,15 @@ class Nested(Layer):
         return x
 
 
+class Termed(Layer):
+    """The norm of a sum is a term of the next sum."""
+
+    def forward(self, x, residual):
+        x = x + residual
+        x = residual + self.norm(x)
+        return self.mix(self.second(x))
+
+
 class Between(Layer):
     """Nothing to join: the norm is of something else, may not run, or is not the next step."""
 
@@ -140,7 +149,9 @@ def run(layer, *given):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(("kind", "joined"), [(Plain, 1), (Other, 1), (Nested, 2), (Between, 0), (Closing, 0)])
+@pytest.mark.parametrize(
+    ("kind", "joined"), [(Plain, 1), (Other, 1), (Nested, 2), (Termed, 2), (Between, 0), (Closing, 0)]
+)
 def test_sums_and_their_norms(kind, joined, checkpointed):
     torch.manual_seed(0)
     layer = kind().train()
@@ -156,6 +167,13 @@ def test_sums_and_their_norms(kind, joined, checkpointed):
         torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
     assert all(torch.equal(a, b) for a, b in zip(run(layer, *inputs()), plain, strict=True))
     assert "forward" not in vars(layer)
+
+
+def test_a_norm_that_is_a_term_of_the_next_sum_runs_once():
+    layer = Termed()
+    with tigon.fuse(layer) as fusion:
+        layer(*inputs())
+        assert (counted(fusion), counted(fusion, "norm")) == (2, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

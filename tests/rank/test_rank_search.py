@@ -334,6 +334,7 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts, tmp_path
     (tmp_path / "study.db").write_bytes(b"no database, but as long as a header of one" * 90)
     with pytest.raises(ValueError, match=r"study.db is no study that can be read: .*file is not a database"):
         rank.search_blocks(*parts, options(1), folder=tmp_path)
+    assert not module.is_active(tmp_path)  # so that another search may overwrite the study
 
 
 def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkeypatch):
@@ -366,7 +367,7 @@ def test_two_searches_share_the_trials_of_a_study(parts, tmp_path):
         thread.join()
     one, two = results
     assert losses(one) == losses(two)
-    assert 4 <= len(one.trials) <= 5  # both may start the last trial at once
+    assert len(one.trials) == 4  # also where both start the last trial at once
     assert one.refits == two.refits
 
 

@@ -171,7 +171,8 @@ class OutputDistance:
         if not isinstance(y, Tensor):
             named = (getattr(y, key, None) for key in ("logits", "last_hidden_state"))
             values = y.values() if isinstance(y, Mapping) else y
-            y = next(v for v in (*named, *values) if isinstance(v, Tensor))
+            # Chained: an output with logits need not be iterable.
+            y = next(v for v in itertools.chain(named, values) if isinstance(v, Tensor))
         return y.float().log_softmax(-1) if self.is_nats else y.float()  # type: ignore[no-any-return]
 
     @torch.no_grad()

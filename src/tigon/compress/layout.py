@@ -15,7 +15,7 @@ from torch import nn
 from tigon.compress.layers import ByteEmbedding, LowRank, Packed, SplitLinear
 from tigon.files import DamagedFileError
 
-FORMAT = 1
+FORMAT = 2
 METHOD = "tigon"
 
 

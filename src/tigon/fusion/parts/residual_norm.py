@@ -181,7 +181,8 @@ def _join_statements(function: ast.FunctionDef) -> None:
     for find in (_find_sums, _find_units, _find_forks):
         used = [edit.statements[i] for edit in edits for i in (edit.at, edit.until)]
         edits += list(find(function, used))
-    for statements, at, until, made, norm in edits:
+    # From the last on: where a sum's term is itself the norm of the sum before, that norm's result goes into `made`.
+    for statements, at, until, made, norm in reversed(edits):
         last = statements[until]
         statements[at] = made
         statements[until] = ast.copy_location(ast.Pass(), last) if norm is None else _ResultInPlace(norm).visit(last)

@@ -22,7 +22,7 @@ from tigon.rank.cli.tables import TableOptions, move_near, read_tables
 
 NAME = "rank search"
 STUDY, RESULTS, PICTURE, SCHEMA, BLOCKS = "study.db", "results.json", "search.png", "schema.json", "blocks.json"
-WRITTEN = (STUDY, f"{STUDY}.lock", RESULTS, PICTURE, SCHEMA, BLOCKS, "refits", "refits.lock")
+WRITTEN = (STUDY, f"{STUDY}-journal", f"{STUDY}.lock", RESULTS, PICTURE, SCHEMA, BLOCKS, "refits", "refits.lock")
 
 
 # ruff: noqa: E501 (one line for each option)

@@ -105,6 +105,10 @@ class Stopped(Exception):
     """`after` ended a fit."""
 
 
+class Surplus(Exception):
+    """Processes began a trial more than asked for, each before it could see the others'."""
+
+
 def search_blocks(
     train: Any, val: Any, options: SearchOptions = SearchOptions(), *, folder: str | Path, test: Any = None,
     device: torch.device | str | None = None, after: Callable[[SearchProgress], bool] | None = None,
@@ -164,6 +168,8 @@ def is_active(folder: Path) -> bool:
             return bool(_count_states(open_study(folder))["RUNNING"])
     except filelock.Timeout:
         return True
+    except DamagedFileError:
+        return False
 
 
 @contextlib.contextmanager
@@ -244,7 +250,7 @@ class _Search:
             if ended + counts["RUNNING"] >= self.options.trials:
                 self._wait()
                 continue
-            self.study.optimize(self._try_graph, n_trials=1)
+            self.study.optimize(self._try_graph, n_trials=1, catch=Surplus)
             for trial in self._finished_trials():
                 if trial.number == self.number:
                     self._report(trial)
@@ -259,6 +265,9 @@ class _Search:
 
         self.number = trial.number
         options, trials = self.options, self.study.get_trials(deepcopy=False)
+        counting = ("COMPLETE", "PRUNED", "RUNNING")
+        if sum(one.number < trial.number and one.state.name in counting for one in trials) >= options.trials:
+            raise Surplus
         # Another process may still be choosing its graph.
         seen = {graph_key(_read_graph(one)) for one in trials if "graph" in one.user_attrs}
         graph = choose_graph(self.space, options.sampler, self._finished_trials(), seen, options.seed, trial.number)
