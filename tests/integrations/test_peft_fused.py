@@ -691,7 +691,7 @@ def test_devices_that_do_not_fit_are_peft_s_to_refuse(pair):
     layer.lora_A["default"].weight = nn.Parameter(torch.empty(4, 64, device="meta"))
     with contextlib.suppress(RuntimeError):
         model(**batch())
-    assert "devices that do not go together" in fusion.report().last_step()
+    assert "incompatible dtypes or devices" in fusion.report().last_step()
 
 
 # --------------------------------------------------------------------------------------------------------------- QLoRA
