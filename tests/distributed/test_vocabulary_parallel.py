@@ -689,7 +689,7 @@ def test_gkd_of_split_heads(ranks):
     loss = Gkd(model, teacher).training_step(model, ids)
     plain = loss, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad
     assert loss > 1e-3
-    unlike = "the heads of the student and the teacher are not split over the same devices alike"
+    unlike = "the heads of the student and the teacher are split differently over devices"
     freed = "the student's or the teacher's logits are built: its head is not fused, or FSDP2 frees it"
     for way, teachers_way, reason in (
         ("transformers", "torch", ""),

@@ -139,8 +139,8 @@ class GraphStep(Generic[P, R]):
         graph = self._graphs.get(key)
         if graph is not None and graph.is_stale():
             self._warn_once(
-                "captures again: the memory of parameters, gradients or optimizer state that the graph works on was "
-                "replaced, as load_state_dict of an optimizer does."
+                "captures again: the memory of parameters, gradients or optimizer state that the graph uses was "
+                "replaced, for example by an optimizer's load_state_dict."
             )
             self.reset()
             graph = None
