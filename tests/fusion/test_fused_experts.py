@@ -104,7 +104,7 @@ def test_a_near_miss_is_refused(variant):
     """The last computes the same, and rounds less than Tigon would."""
     assert recognize_experts(Stacked(variant)) is None
     Named = type("MyExperts", (Stacked,), {})
-    assert recognize_experts(Named(variant)) == Reason("its numbers fit no formula of moe_mlp")
+    assert recognize_experts(Named(variant)) == Reason("its results match no formula of moe_mlp")
 
 
 def test_an_attribute_that_does_nothing_at_its_value_is_watched():

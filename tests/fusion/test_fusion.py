@@ -70,7 +70,8 @@ def test_options_of_a_second_call_are_not_dropped_silently(llama, recwarn):
         tigon.fuse(model, recompute="mlp", parts=tigon.PARTS)
         assert not recwarn.list
         with pytest.warns(
-            UserWarning, match=r"with parts=\(.*'mlp'.*\), recompute='mlp', and stays so; for parts=.* remove\(\)"
+            UserWarning,
+            match=r"with parts=\(.*'mlp'.*\), recompute='mlp', and stays so; to fuse with parts=.* remove\(\)",
         ):
             again = tigon.fuse(model, recompute="none", parts=tigon.PARTS - {"mlp"})
         recwarn.clear()
