@@ -71,7 +71,7 @@ def choice(
     if weights is not None:
         if weights.shape != losses.shape or weights.device != losses.device:
             raise ValueError(
-                f"{name}: weights must be {tuple(losses.shape)} on {losses.device}, one a row, got "
+                f"{name}: weights must be {tuple(losses.shape)} on {losses.device}, one per row, got "
                 f"{tuple(weights.shape)} on {weights.device}."
             )
         losses = losses * weights.detach().to(losses.dtype)

@@ -32,7 +32,9 @@ def checked_target(
 ) -> Tensor:
     """Return target through `as_labels`. Raises: ValueError for an invalid target or a value that is no class."""
     if target.shape != shape:
-        raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
+        raise ValueError(
+            f"{name}: target must have shape {tuple(shape)}, one class per row, got {tuple(target.shape)}."
+        )
     if target.dtype.is_floating_point or target.dtype == torch.bool or target.dtype.is_complex:
         raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
     if target.device != device:  # a kernel would read a host address

@@ -63,7 +63,7 @@ class DPO:
         for name in types or ("",):
             check_choice("dpo", "loss_type", name, tuple(DPO_LOSSES))
         if len(self.weights) != len(types):
-            raise ValueError(f"dpo: loss_weights must hold one for each of {types}, got {self.weights}.")
+            raise ValueError(f"dpo: loss_weights must hold one weight for each of {types}, got {self.weights}.")
         check_positive("dpo", beta=self.beta, discopop_tau=self.discopop_tau)
         check_smoothing("dpo", self.label_smoothing)
         if "robust" in types and self.label_smoothing >= 0.5:

@@ -24,12 +24,12 @@ def check_bags(
     for what, t in (("offsets", offsets), ("field_offsets", field_offsets)):
         if t is not None and (t.dim() != 1 or t.dtype != torch.int64 or not t.shape[0]):
             raise ValueError(
-                f"{name}: {what} must be int64 of one dimension, where each begins and where the last ends, got "
+                f"{name}: {what} must be 1-d int64, the start of each and the end of the last, got "
                 f"{tuple(t.shape)} {t.dtype}."
             )
     fields = None if field_offsets is None else field_offsets.shape[0] - 1
     if fields == 0:
-        raise ValueError(f"{name}: field_offsets must have an entry more than there are fields, got 1 entry.")
+        raise ValueError(f"{name}: field_offsets must have one entry more than there are fields, got 1 entry.")
     if offsets is not None:
         if values.dim() != 1:
             raise ValueError(f"{name}: values must be (M,) where offsets are given, got {tuple(values.shape)}.")
@@ -39,14 +39,14 @@ def check_bags(
             )
         if fields and (offsets.shape[0] - 1) % fields:
             raise ValueError(
-                f"{name}: offsets must have B · {fields} + 1 entries, {fields} bags a sample, got {offsets.shape[0]}."
+                f"{name}: offsets must have B · {fields} + 1 entries, {fields} bags per sample, got {offsets.shape[0]}."
             )
     elif fields is None and values.dim() != 2:
         raise ValueError(f"{name}: values must be (B, L), or (M,) with offsets, got {tuple(values.shape)}.")
     elif fields is not None and (values.dim() not in (2, 3) or values.shape[1] != fields):
         raise ValueError(
-            f"{name}: values must be (B, {fields}) or (B, {fields}, L), as field_offsets tell {fields} fields, or (M,) "
-            f"with offsets, got {tuple(values.shape)}."
+            f"{name}: values must be (B, {fields}) or (B, {fields}, L), since field_offsets define {fields} fields, "
+            f"or (M,) with offsets, got {tuple(values.shape)}."
         )
     if per_sample_weights is not None:
         if mode != "sum":
