@@ -14,7 +14,7 @@ def test_gpus_by_name():
     assert find_capacity("NVIDIA h200") == ("H200", 139.8 * GIB)
     assert find_capacity("rtx4090")[0] == "RTX 4090"
     assert find_capacity("48") == find_capacity("48 GiB") == ("a GPU with 48 GiB", 48.0 * GIB)
-    for text, words in (("a100", "a100 40gb or a100 80gb"), ("", "one of a10"), ("abacus", "or a number of GiB")):
+    for text, words in (("a100", "a100 40gb or a100 80gb"), ("", "one of a10"), ("abacus", "or memory in GiB")):
         with pytest.raises(Problem, match=words):
             find_capacity(text)
     assert [verdict(peak * GIB, 81 * GIB) for peak in (70, 79, 81)] == ["fits", "tight", "does not fit"]

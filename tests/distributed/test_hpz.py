@@ -416,7 +416,7 @@ def test_errors_say_what_is_wrong(ranks):
         pytest.skip("the sentences are those of a world of 4")
     found = ranks.run(sentences)[0]
     for name, words in {
-        "3": "group_size must divide the 4 ranks of the mesh into groups of equal size, more than one, got 3.",
+        "3": "group_size must divide the 4 ranks of the mesh into several equal groups, got 3.",
         "4": "got 4.",
         "True": 'group_size must be "node" or a number of ranks, got True.',
         "node": "all 4 ranks are on one host",

@@ -514,7 +514,7 @@ def test_a_copied_layer_is_its_own_and_counts_with_its_model(llama):
         assert llama.model.layers[0].mlp(x).any()
         report = fusion.report()
         assert (report.calls, report.outside) == ({}, 2), "no step of the model"
-        assert "Outside of the model's forward, and not counted: 2 calls of parts." in str(report)
+        assert "Outside the model's forward, and not counted: 2 calls of parts." in str(report)
     assert not layer.mlp(x).any(), "a copy outlives remove(), as a plain layer"
 
 

@@ -602,7 +602,7 @@ def test_dropout_that_changes_after_fuse(pair):
 
 
 LEFT = {
-    "DoRA": ({"use_dora": True}, "variant of LoRA"),
+    "DoRA": ({"use_dora": True}, "a LoRA variant"),
     "a bias of the adapter": ({"lora_bias": True}, "has a bias"),
 }
 

@@ -326,5 +326,5 @@ def test_a_trainer_of_transformers_gets_its_model_fused(tmp_path):
 
 
 def test_what_is_no_trainer_is_refused():
-    with pytest.raises(TypeError, match="fuse: trainer must be a trainer of TRL or transformers, got Linear"):
+    with pytest.raises(TypeError, match="fuse: trainer must be a TRL or transformers trainer, got Linear"):
         trl.fuse(torch.nn.Linear(2, 2))

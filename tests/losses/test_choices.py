@@ -108,7 +108,7 @@ X, W, T = torch.ones(2, 4), torch.ones(9, 4), torch.zeros(2, dtype=torch.long)
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: choice(X, W, [1, 9], T), r"choice: choices must lie in \[0, 9\), the classes of the head, got 9\."),
+        (lambda: choice(X, W, [1, 9], T), r"choice: choices must lie in \[0, 9\), the head's classes, got 9\."),
         (lambda: choice(X, W, [1, 1], T), r"choice: choices must hold each class once, got \[1, 1\]\."),
         (lambda: choice(X, W, [], T), r"choice: choices must be \(K,\) integer .* at least one, got \(0,\)"),
         (lambda: choice(X, W, torch.ones(2), T), r"choice: choices must be \(K,\) integer .* \(2,\) torch.float32"),

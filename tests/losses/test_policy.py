@@ -541,7 +541,7 @@ def test_compiles_whole():
       "importance_sampling_clip_max": None}, "grpo: importance_sampling_mode 'token_truncate' needs at least one"),
     ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_clip_min": 4.0}, "clip_min must be less than"),
     ({"target": torch.zeros(S, 3)}, r"grpo: x must be \(S, T, H\) and target \(S, T\), got \(6, 40, 8\) and \(6, 3\)"),
-    ({"advantages": torch.zeros(S, device="meta")}, "grpo: rollout.advantages must be on the device of x"),
+    ({"advantages": torch.zeros(S, device="meta")}, "grpo: rollout.advantages must be on x's device"),
     ({"num_items_in_batch": torch.ones((), device="meta")}, "grpo: config.num_items_in_batch must be on"),
     ({"temperature": 0.0}, "grpo: temperature must be positive, got 0.0"),
 ], ids=str)  # fmt: skip

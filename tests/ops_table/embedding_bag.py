@@ -110,7 +110,7 @@ EMBEDDING_BAG = Op(
         Bad(
             _bad(factors=torch.ones(2, 3)), r"mode must be 'sum' with per_sample_weights, got 'mean'", {"mode": "mean"}
         ),
-        Bad(_bad(factors=torch.ones(3)), r"per_sample_weights must be floats of the shape of values \(2, 3\), got"),
+        Bad(_bad(factors=torch.ones(3)), r"per_sample_weights must be floats with values' shape \(2, 3\), got"),
         Bad(_bad(), r"embedding_bag: padding_idx must lie in \[-5, 5\) or be None, got 5", {"padding_idx": 5}),
         Bad(
             _bad(values=torch.tensor([[0, 5]])), r"embedding_bag: values must lie in \[0, 5\), got 5", {}, True

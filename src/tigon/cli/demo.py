@@ -102,7 +102,7 @@ def tokenize_library(size: dict[str, int], limit: int) -> tuple[Any, int]:
         if total >= limit:
             break
     if not texts:
-        raise Problem("the demo trains on the source files of Python's standard library, which are missing here")
+        raise Problem("the demo trains on Python's standard library, whose source files are missing here")
     tokenizer = train_tokenizer(texts, size["vocab_size"])
     tokens: list[int] = []
     for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:

@@ -51,7 +51,7 @@ def inspect(options: InspectOptions) -> None:
     check_choice("", options, precision=PRECISIONS, optimizer=OPTIMIZERS, recompute=RECOMPUTE, quantize=QUANTIZE)
     quantize = options.quantize
     if options.lora_dropout and not options.lora:
-        raise Problem("--lora-dropout requires --lora, the rank of adapters")
+        raise Problem("--lora-dropout requires --lora, the adapter rank")
     if quantize and options.gpus > 1:
         raise Problem(
             f"--quantize {quantize} requires --gpus 1: each GPU holds the whole quantised model, got {options.gpus}"
@@ -126,7 +126,7 @@ def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_jso
         text = f"Peak: {where}. Activations kept: at the end of the forward pass. Not counted: the CUDA context."
         console.print(text, style="dim")
     for side, reason in obstacles.items():
-        console.print(f"No step of the {side} model without data: {reason}", style="dim")
+        console.print(f"The {side} model needs data for a step: {reason}", style="dim")
     if capacity and fits:
         words = "; ".join(f"{side} {told}" for side, told in fits.items())
         console.print(f"On {capacity[0]}, {capacity[1] / 2**30:.1f} GiB: {words}")
@@ -153,7 +153,7 @@ def _make_table(sides: dict[str, StepMemory]) -> Any:
 
     from tigon.fusion.memory.estimate import PARTS
 
-    table = Table(title="Memory of a GPU at the peak of the step", title_justify="left")
+    table = Table(title="Peak GPU memory during the step", title_justify="left")
     table.add_column("")
     for side in sides:
         table.add_column(side, justify="right")

@@ -194,7 +194,7 @@ def find_capacity(text: str | None) -> tuple[str, float] | None:
         n for n in GPUS if wanted and _plain(n).startswith(wanted)
     ]
     if len(found) != 1:
-        among = " or ".join(found) if found else "one of " + ", ".join(GPUS) + ", or a number of GiB"
+        among = " or ".join(found) if found else "one of " + ", ".join(GPUS) + ", or memory in GiB"
         raise Problem(f"--gpu must be {among}, got {text}")
     return found[0].upper(), GPUS[found[0]] * GIB
 

@@ -220,7 +220,7 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
             "tigon: trying to differentiate twice: the gradient of a fused operator is not differentiable. Operators "
-            "on tensors can be differentiated twice `with tigon.use_backend('torch')`; losses of a head cannot."
+            "on tensors can be differentiated twice `with tigon.use_backend('torch')`; head losses cannot."
         )
 
 

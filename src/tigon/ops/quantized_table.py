@@ -110,7 +110,7 @@ def quantized_embedding(
         )
     if scale_offset.device != codes.device:
         raise ValueError(
-            f"{name}: scale_offset must be on the device of the codes, {codes.device}, got {scale_offset.device}."
+            f"{name}: scale_offset must be on the codes' device {codes.device}, got {scale_offset.device}."
         )
     if not dtype.is_floating_point:
         raise ValueError(f"{name}: dtype must be a float dtype, got {dtype}.")

@@ -38,7 +38,7 @@ def checked_target(
     if target.dtype.is_floating_point or target.dtype == torch.bool or target.dtype.is_complex:
         raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
     if target.device != device:  # a kernel would read a host address
-        raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
+        raise ValueError(f"{name}: target must be on the logits' device {device}, got {target.device}.")
     target = as_labels(target, ignore_index)
     # Reading values stalls a GPU, so GPUs check only with TIGON_CHECKS=1; otherwise the kernels return NaN.
     if (CHECKS or target.device.type == "cpu") and is_concrete(target):

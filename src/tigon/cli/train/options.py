@@ -242,7 +242,7 @@ def _read_config(file: str) -> dict[str, Any]:
     try:
         found = read_yaml(Path(file).expanduser())
     except DamagedFileError as error:
-        raise Problem(f"--config must be a file of options and values, such as 'max_steps: 100': {error}") from error
+        raise Problem(f"--config must be a file with options and values, such as 'max_steps: 100': {error}") from error
     # argparse converts text defaults like command-line values; YAML reads 1e-4 as a text.
     return {
         str(key).replace("-", "_"): value if isinstance(value, (list, dict)) else str(value)

@@ -54,7 +54,7 @@ def dtype_of_head(dtype: str) -> Reason:
 NOT_CALLED = "the model did not call it"
 NO_LABELS_CAME = (
     "the model was called without labels: its loss was computed elsewhere, from real logits "
-    "(label smoothing, a loss function of your own, or evaluation)"
+    "(label smoothing, a custom loss function, or evaluation)"
 )
 ADAPTERS_OFF = "its adapters are switched off or merged"
 # Libraries whose trainers compute a model's loss themselves → how to have Tigon's loss there.

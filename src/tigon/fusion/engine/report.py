@@ -111,7 +111,7 @@ class Report:
 
     def _outside(self) -> str:
         calls = "1 call of a part" if self.outside == 1 else f"{self.outside} calls of parts"
-        return f"Outside of the model's forward, and not counted: {calls}."
+        return f"Outside the model's forward, and not counted: {calls}."
 
     def __str__(self) -> str:
         lines = [self.headline()]

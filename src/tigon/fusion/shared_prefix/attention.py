@@ -124,7 +124,7 @@ class Around:
         for config in self.configs:
             name = config._attn_implementation
             if not isinstance(name, Shared):
-                raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} after fusing.")
+                raise ValueError(f"shared_prefix: the model's attention was set to {name!r} after fusing.")
         outer = _running.layout, _running.ledger
         _running.layout, _running.ledger = layout, ledger
         try:
@@ -305,5 +305,5 @@ def _previous(config: Any) -> str | None:
     if isinstance(name, Shared):
         return name.previous
     if NAME in str(name):  # as in continuous batching's "paged|…"
-        raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} after fusing.")
+        raise ValueError(f"shared_prefix: the model's attention was set to {name!r} after fusing.")
     return name  # type: ignore[no-any-return]

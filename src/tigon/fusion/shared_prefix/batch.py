@@ -60,7 +60,7 @@ class SharedPrefixBatch:
                 f"{NAME}: suffixes must hold one list for each of the {len(prefixes)} prefixes, got {len(suffixes)}."
             )
         if not len(prefixes):
-            raise ValueError(f"{NAME}: prefixes must hold at least one sequence of token ids, got an empty list.")
+            raise ValueError(f"{NAME}: prefixes must hold at least one token id sequence, got an empty list.")
         parts, continuations = [], []
         for r, (prefix, own) in enumerate(zip(prefixes, suffixes, strict=True)):
             parts.append(_ids(f"prefix {r}", prefix, "pass its suffixes as separate sequences"))

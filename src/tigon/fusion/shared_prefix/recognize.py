@@ -34,9 +34,7 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
     if not attentions:
         if asking:
             _refuse(f"{name} is an encoder: {_names(asking)} read tokens in both directions.")
-        _refuse(
-            f"no attention in {name} uses transformers' registry of attention functions, where Tigon could replace it."
-        )
+        _refuse(f"no attention in {name} uses transformers' attention registry, where Tigon could replace it.")
     for layers in _lists_of_layers(model, set(attentions)):
         _check_layers(layers, set(attentions))
         for module in {*attentions, *layers} & {*layers.modules()}:
@@ -86,7 +84,7 @@ def _check_attention(module: Any) -> None:
     config = module.config
     types = set(getattr(config, "layer_types", None) or ())
     if types - CAUSAL:
-        _refuse(f"{kind} layers are of {', '.join(sorted(types - CAUSAL))}; they cannot share a prefix.")
+        _refuse(f"{kind} layers use {', '.join(sorted(types - CAUSAL))}, which cannot share a prefix.")
     if getattr(config, "alibi", False):
         _refuse(f"{kind} has a position bias (ALiBi), which shared attention does not support.")
     if not getattr(config, "is_causal", True):
@@ -122,7 +120,7 @@ def _around(model: nn.Module, attentions: list[nn.Module]) -> nn.Module:
 
 
 def _refuse_state(modules: list[nn.Module]) -> NoReturn:
-    _refuse(f"{_names(modules)} layers carry a state past the prefix; they cannot share it.")
+    _refuse(f"{_names(modules)} layers carry a state past the prefix, so they cannot share the prefix.")
 
 
 def _names(modules: list[nn.Module]) -> str:

@@ -67,7 +67,7 @@ def fuse(
     """
     model = getattr(trainer, "model", None)
     if not isinstance(model, nn.Module) or not callable(getattr(trainer, "training_step", None)):
-        raise TypeError(f"fuse: trainer must be a trainer of TRL or transformers, got {type(trainer).__name__}.")
+        raise TypeError(f"fuse: trainer must be a TRL or transformers trainer, got {type(trainer).__name__}.")
     present = vars(trainer).get("_tigon_fusion")
     if present is not None:
         return present

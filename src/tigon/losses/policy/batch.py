@@ -107,4 +107,4 @@ def policy_loss(
 
 def _check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:
     if t.device != x.device:  # a kernel would read a host address
-        raise ValueError(f"{name}: {argument} must be on the device of x, {x.device}, got {t.device}.")
+        raise ValueError(f"{name}: {argument} must be on x's device {x.device}, got {t.device}.")

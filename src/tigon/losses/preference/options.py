@@ -74,8 +74,8 @@ class DPO:
         only = sorted(name for name in set(types) if not DPO_LOSSES[name].any_divergence)
         if divergence != "reverse_kl" and only:
             raise ValueError(
-                f"dpo: f_divergence_type must be 'reverse_kl' for {only}, whose "
-                f"losses do not depend on the difference of rewards alone, got {divergence!r}."
+                f"dpo: f_divergence_type must be 'reverse_kl' for {only}, whose losses depend on more than the reward "
+                f"difference, got {divergence!r}."
             )
         check_share("dpo", ld_alpha=self.ld_alpha)
         if self.bco_delta is not None and "bco_pair" not in types:

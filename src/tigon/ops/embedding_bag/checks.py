@@ -53,14 +53,14 @@ def check_bags(
             raise ValueError(f"{name}: mode must be 'sum' with per_sample_weights, got {mode!r}.")
         if per_sample_weights.shape != values.shape or not per_sample_weights.dtype.is_floating_point:
             raise ValueError(
-                f"{name}: per_sample_weights must be floats of the shape of values {tuple(values.shape)}, got "
+                f"{name}: per_sample_weights must be floats with values' shape {tuple(values.shape)}, got "
                 f"{tuple(per_sample_weights.shape)} {per_sample_weights.dtype}."
             )
     others = {"values": values, "offsets": offsets, "per_sample_weights": per_sample_weights,
               "field_offsets": field_offsets}  # fmt: skip
     for what, t in others.items():
         if t is not None and t.device != device:
-            raise ValueError(f"{name}: {what} must be on the device of the table, {device}, got {t.device}.")
+            raise ValueError(f"{name}: {what} must be on the table's device {device}, got {t.device}.")
     least = -V if fields is None else 0
     if padding_idx is not None and not least <= padding_idx < V:
         raise ValueError(f"{name}: padding_idx must lie in [{least}, {V}) or be None, got {padding_idx}.")

@@ -97,7 +97,7 @@ class GraphStep(Generic[P, R]):
             raise TypeError(f"graph_step: step must be a function, got {type(step).__name__}.")
         for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
             if type(number) is not int or number < 1:
-                raise ValueError(f"graph_step: {name} must be a whole number of at least 1, got {number!r}.")
+                raise ValueError(f"graph_step: {name} must be an integer, at least 1, got {number!r}.")
         self._step, self._warmup, self._most = step, warmup, max_graphs
         self._optimizers = list_optimizers(optimizer)
         self._warned: set[str] = set()

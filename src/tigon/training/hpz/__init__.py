@@ -143,8 +143,8 @@ def _group_size(mesh: DeviceMesh, group_size: int | Literal["node"]) -> int:
         raise ValueError(f'apply_hpz: group_size must be "node" or a number of ranks, got {group_size!r}.')
     if not 0 < group_size < world or world % group_size:
         raise ValueError(
-            f"apply_hpz: group_size must divide the {world} ranks of the mesh into groups of equal size, more than "
-            f"one, got {group_size}."
+            f"apply_hpz: group_size must divide the {world} ranks of the mesh into several equal groups, got "
+            f"{group_size}."
         )
     return group_size
 
