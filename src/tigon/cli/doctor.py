@@ -22,7 +22,7 @@ VARIABLES = (
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     json: bool = json_option()
-    check: bool = option(False, "Run every operator and compare it with fp64.")
+    check: bool = option(False, "Run every operator and compare the results with fp64.")
 
 
 def doctor(options: DoctorOptions) -> None:

@@ -78,7 +78,7 @@ def verify(options: VerifyOptions) -> None:
     ids = torch.randint(vocab, (options.batch_size, options.seq_len), device=device)
     labels = ids.clone()
     labels[:, : options.seq_len // 8] = -100  # a prompt, excluded from the loss
-    with console.status("running it in fp64, plain and fused"):
+    with console.status("running the model in fp64, plain and fused"):
         exact = _compute_gradients(_widen(model), ids, labels)
         plain = _compute_gradients(model, ids, labels)
         fusion = fuse(model)

@@ -128,7 +128,7 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
         return skip(f"it has other modules: {', '.join(children)}")
     implementation = _implementation(module)
     if implementation not in GENERAL:
-        return skip(f"it is set to run by {implementation!r}")
+        return skip(f"its experts run by {implementation!r}")
     for layout in layouts:
         formula = _complete(module, layout)
         if formula is not None:
