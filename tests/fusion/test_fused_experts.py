@@ -133,7 +133,7 @@ LEFT = {
     "a norm inside": (lambda: named(norm=nn.LayerNorm(D)), "it has other modules: norm"),
     "more parameters": (lambda: named(scale=nn.Parameter(torch.ones(3))), "not two stacked matrices"),
     "another implementation": (
-        lambda: named(config=type("Config", (), {"_experts_implementation": "mine"})()), "it is set to run by 'mine'"
+        lambda: named(config=type("Config", (), {"_experts_implementation": "mine"})()), "its experts run by 'mine'"
     ),
 }  # fmt: skip
 
