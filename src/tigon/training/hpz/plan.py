@@ -43,8 +43,8 @@ class Plan:
         ]
         for title, table in (
             ("memory per GPU, MiB", self.memory),
-            ("received per GPU from other nodes, MiB", self.across),
-            ("received per GPU from its node, MiB", self.inside),
+            ("to a GPU from other nodes, MiB", self.across),
+            ("to a GPU from its node, MiB", self.inside),
         ):
             lines += ["", f"{title:32}" + "".join(f"{side:>12}" for side in SIDES)]
             rows = {row: [table[side][row] for side in SIDES] for row in table[SIDES[0]]}
