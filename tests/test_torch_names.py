@@ -51,7 +51,7 @@ TABLE, IDS = randn(9, 4), torch.tensor([[0, 8, 3], [3, 3, 2]])
 FLAT, BEGINS, FACTORS = torch.tensor([0, 8, 3, 3, 2]), torch.tensor([0, 2, 2]), randn(2, 3, seed=4)
 CONFIG = r"\w+ must be passed as config=tigon.CrossEntropy\(\w+=…\)"
 POSITIONAL, KEYWORD = "takes .*positional", "got an unexpected keyword argument"
-NORMALIZED = "weight must be a tensor, got .*: where torch.nn.functional.* takes normalized_shape"
+NORMALIZED = "weight must be a tensor, got .*: normalized_shape of torch.nn.functional"
 SECOND = r"cross_entropy: logits must have their classes in the last dimension.*movedim\(1, -1\)"
 
 CALLS = {
@@ -84,7 +84,7 @@ CALLS = {
         Call((FLAT, TABLE), {"offsets": BEGINS, "padding_idx": 3, "mode": "sum"}),
         Call((FLAT, TABLE, torch.tensor([0, 2, 2, 5])), {"include_last_offset": True, "padding_idx": -1}),
         Call((FLAT, TABLE, BEGINS[:0]), {}, "embedding_bag: offsets must ascend from 0 to 5"),
-        Call((FLAT.int(), TABLE, BEGINS.int()), {}, "embedding_bag: offsets must be int64"),
+        Call((FLAT.int(), TABLE, BEGINS.int()), {}, "embedding_bag: offsets must be 1-d int64"),
         Call((IDS, TABLE, None, 1.0), {}, POSITIONAL),
         Call((IDS, TABLE), {"mode": "max"}, "embedding_bag: mode must be 'sum' or 'mean', got 'max'"),
         Call((IDS, TABLE), {"sparse": True}, KEYWORD),

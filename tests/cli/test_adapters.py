@@ -61,7 +61,7 @@ def test_inspect_shows_new_adapters_and_what_a_step_takes(tigon):
 def test_inspect_says_why_adapters_are_left_and_prints_no_markup(tigon):
     shown = tigon("inspect", "llama-tiny", "--lora", 8, "--lora-targets", "q_proj,lm_head").ok().out
     assert "LoRA: q_proj" in shown
-    assert "an adapter is on the head" in " ".join(shown.replace("│", " ").split())
+    assert "the head has an adapter" in " ".join(shown.replace("│", " ").split())
     assert "0.03M trained" in shown
     assert "[bold]" not in shown
 
@@ -93,21 +93,21 @@ def test_verify_compares_every_gradient_that_saved_adapters_train(tigon, saved, 
 
 def test_what_is_wrong_with_adapters_is_one_sentence(tigon, saved, checkpoint, tmp_path):
     for command in ("inspect", "verify"):
-        tigon(command, saved / "LoRA", "--lora", 4).problem("--lora and saved adapters contradict each other")
+        tigon(command, saved / "LoRA", "--lora", 4).problem("--lora and saved adapters exclude each other")
         tigon(command, checkpoint, "--adapters", checkpoint).problem("has no adapter_config.json")
         tigon(command, checkpoint, "--adapters", "./gone").problem("--adapters ./gone: there is no such directory")
         tigon(command, "llama-tiny", "--lora", 4, "--lora-targets", "nothing").problem("--lora-targets: Target modules")
-    tigon("inspect", "llama-tiny", "--lora-dropout", 0.1).problem("--lora-dropout goes with --lora")
+    tigon("inspect", "llama-tiny", "--lora-dropout", 0.1).problem("--lora-dropout requires --lora")
     alone = tmp_path / "alone"
     alone.mkdir()
     config = json.loads((saved / "LoRA" / "adapter_config.json").read_text())
     (alone / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "./moved"}))
-    said = "the model of these adapters was not found; name the model, and --adapters"
+    said = "the base model of these adapters was not found; pass the base model, and --adapters"
     tigon("inspect", alone).problem(said, "./moved")
     (alone / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    tigon("verify", alone).problem("its adapter_config.json names no model")
+    tigon("verify", alone).problem("adapter_config.json names no base model")
     (alone / "adapter_config.json").write_text("{")
-    tigon("verify", alone).problem("PEFT cannot read its adapter_config.json")
+    tigon("verify", alone).problem("PEFT cannot read adapter_config.json")
     # Weights that were trained on a model of other widths.
     other = tmp_path / "other"
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 448}
@@ -129,4 +129,4 @@ def test_adapters_on_the_hub(tigon, saved, hub):
         (place / "snapshots" / ("0" * 40) / file).write_bytes((saved / "LoRA" / file).read_bytes())
     found = json.loads(tigon("verify", "someone/adapters", "--json", "--layers", 1).ok().out)
     assert adapters_of(found) == {what: n // 2 for what, n in GROUPS.items()}
-    tigon("verify", "someone/nothing").problem("the Hugging Face hub gave no configuration")
+    tigon("verify", "someone/nothing").problem("the Hugging Face hub returned no configuration")

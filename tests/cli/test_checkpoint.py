@@ -64,13 +64,13 @@ def replace(folder):
 
 
 DAMAGE = [
-    (cut, "model.safetensors has 200 bytes and must have 256"),
-    (flip, "the contents of model.safetensors are not what was written"),
+    (cut, "model.safetensors has 200 bytes, expected 256"),
+    (flip, "model.safetensors is corrupt"),
     (lose, "sub/state.json is missing"),
-    (unseal, "it has no manifest.json"),
-    (garble, "its manifest.json is not readable"),
-    (replace, "its manifest.json is not readable"),
-    *((manifest(text), "its manifest.json is not readable") for text in (b"\xff", b"[]", b'{"files": {}}')),
+    (unseal, "manifest.json is missing"),
+    (garble, "manifest.json cannot be read"),
+    (replace, "manifest.json cannot be read"),
+    *((manifest(text), "manifest.json cannot be read") for text in (b"\xff", b"[]", b'{"files": {}}')),
 ]
 
 
@@ -86,7 +86,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, damage, reason):
     assert "checkpoint-10" in notes[0]
     assert reason in notes[0]
     damage(older)
-    with pytest.raises(Problem, match="no whole checkpoint"):
+    with pytest.raises(Problem, match="no complete checkpoint"):
         find_newest(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_what_was_not_published_is_no_checkpoint(tmp_path):
     (tmp_path / ".incomplete" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "checkpoint-best").mkdir()
     assert find_checkpoints(tmp_path) == []
-    with pytest.raises(Problem, match="there is no checkpoint"):
+    with pytest.raises(Problem, match="no checkpoint"):
         find_newest(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_a_killed_holder_does_not_block_and_a_living_one_does(tmp_path):
         os._exit(0)
     grandchild = int(os.read(ready, 20))
     try:
-        with pytest.raises(Problem, match=r"another run is at work in "), lock_folder(tmp_path):
+        with pytest.raises(Problem, match=r"another run is using "), lock_folder(tmp_path):
             pass
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

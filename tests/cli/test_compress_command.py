@@ -112,16 +112,16 @@ def test_a_tied_model_of_more_layers_than_verify_builds(tigon, tmp_path, text):
 
     # What is there stays, whatever it is.
     before = (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns
-    tigon(*options, cwd=tmp_path).problem("--output small is there; --overwrite replaces")
-    tigon(*options[:-2], "other", "--plot", "report.png", cwd=tmp_path).problem("--plot report.png is there")
+    tigon(*options, cwd=tmp_path).problem("--output small already exists; --overwrite replaces")
+    tigon(*options[:-2], "other", "--plot", "report.png", cwd=tmp_path).problem("--plot report.png already exists")
     tigon(
         "compress", "model", "--data", "calib.txt", "--budget", "0.3", "-o", ".", "--overwrite", cwd=tmp_path
-    ).problem("--output . holds model, which is read")
+    ).problem("--output . contains the input model")
     assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns == before
     tigon(*options, "--overwrite", cwd=tmp_path).ok()
     assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns > before
     (tmp_path / "small" / "notes.txt").write_text("mine")
-    tigon(*options, "--overwrite", cwd=tmp_path).problem("holds files of another kind")
+    tigon(*options, "--overwrite", cwd=tmp_path).problem("contains unrelated files")
 
     content = bytearray((tmp_path / "small" / "model.safetensors").read_bytes())
     content[-1] ^= 1

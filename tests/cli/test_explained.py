@@ -43,9 +43,9 @@ def loop():
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (allocate_on_the_host, "too little memory"),
-        (allocate_in_numpy, "too little memory"),
-        (wrap, "too little memory"),
+        (allocate_on_the_host, "out of memory"),
+        (allocate_in_numpy, "out of memory"),
+        (wrap, "out of memory"),
         (ask_for_more_than_there_is, "small.npz holds 1,073,741,824.0 GiB, and"),
         (damaged, "tigon: run.json is not JSON"),
         (lambda: Path("/nowhere/x").read_text(), "/nowhere/x: No such file or directory"),

@@ -61,8 +61,8 @@ def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
 
     model, of = graph.G2R.from_pretrained(run / "seed-3"), graph.read_graph(file)
     np.testing.assert_allclose(model.encode(of.x, of.edge_index).numpy(), vectors(run, 3), rtol=1e-5, atol=1e-8)
-    here("graph", "fit", "--data", file, "-o", run).problem("holds a run", "--overwrite replaces it")
-    here("graph", "fit", "--resume", "-o", run).problem("is at its end")
+    here("graph", "fit", "--data", file, "-o", run).problem("contains a run", "--overwrite replaces it")
+    here("graph", "fit", "--resume", "-o", run).problem("is complete")
     here("graph", "fit", "--data", file, *SMALL, "--epochs", 1, "--keep", "last", "-o", run, "--overwrite").ok()
     assert not (run / "probe.json").exists()
     np.savez(tmp_path / "other.npz", x=of.x.numpy(), edge_index=of.edge_index.numpy()[:, :9])
@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_p
     said = here("graph", "fit", *same, "-o", cut)
     assert said.code == 130
     assert (
-        f"stopped in seed 0 after epoch 5, with a checkpoint; go on by: tigon graph fit --resume --output {cut}"
+        f"stopped in seed 0 after epoch 5, with a checkpoint; resume with: tigon graph fit --resume --output {cut}"
         in said.err
     )
     assert not (cut / "seed-0").exists()
@@ -114,7 +114,9 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
     here("graph", "probe", tmp_path / "run").problem("graph must have y, train and test, got no y and no train")
     here("graph", "probe", tmp_path / "none").problem("graph probe: RUN must be the folder of a run of tigon graph fit")
     place = tmp_path / "bare.npz" / "a.png"
-    here("graph", "probe", tmp_path / "run", "--plot", place).problem("graph probe: --plot", "is a file of that name")
+    here("graph", "probe", tmp_path / "run", "--plot", place).problem(
+        "graph probe: --plot", "a file with that name exists"
+    )
     (tmp_path / "run" / "seed-0" / "embeddings.safetensors").unlink()
     here("graph", "probe", tmp_path / "run").problem("embeddings.safetensors is missing")
 
@@ -137,7 +139,7 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
         (("--data", "turned.npz"), ("edge_index must be (2, e) integers, sources and targets, got (3, 2)",)),
         (("--data", "alone.npz"), ("edge_index must hold an edge between two nodes",)),
         (("--data", "one.npz"), ("train must have nodes of two classes, got one",)),
-        (("--resume",), ("there is no run in", "to resume")),
+        (("--resume",), ("no run in", "to resume")),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, words, file, here, tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def test_inspect_says_whether_a_step_fits(tigon):
     assert "On A100 80GB, 79.2 GiB: plain does not fit; fused fits" in shown
     assert "16 × 512 tokens" in shown
     tigon("inspect", "llama-tiny", "--gpu", "a100").problem("--gpu must be a100 40gb or a100 80gb, got a100")
-    tigon("inspect", "llama-tiny", "--gpu", "abacus").problem("--gpu must be one of a10", "or a number of GiB")
+    tigon("inspect", "llama-tiny", "--gpu", "abacus").problem("--gpu must be one of a10", "or memory in GiB")
 
 
 def test_inspect_takes_encoder_decoders(tigon, tmp_path):

@@ -71,7 +71,7 @@ def test_lirank_finds_it(plant, here, tmp_path):
     write(tmp_path, train=shown, test=test)
     found, said = fit(here, tmp_path, "lirank", "--val-split", "request", "--seed", "0,1,2")
     assert found["summary"]["test"]["click"]["auc"]["mean"] > 0.5 + 0.4 * (auc(p, test["click"]) - 0.5)
-    assert "; options of these names override them" in said.err
+    assert "; override with the options of the same names" in said.err
 
 
 def test_towers_find_it(plant, here, tmp_path):

@@ -13,8 +13,8 @@ def test_gpus_by_name():
     assert find_capacity("H100 80GB") == ("H100 80GB", 79.1 * GIB)
     assert find_capacity("NVIDIA h200") == ("H200", 139.8 * GIB)
     assert find_capacity("rtx4090")[0] == "RTX 4090"
-    assert find_capacity("48") == find_capacity("48 GiB") == ("a GPU of 48 GiB", 48.0 * GIB)
-    for text, words in (("a100", "a100 40gb or a100 80gb"), ("", "one of a10"), ("abacus", "or a number of GiB")):
+    assert find_capacity("48") == find_capacity("48 GiB") == ("a GPU with 48 GiB", 48.0 * GIB)
+    for text, words in (("a100", "a100 40gb or a100 80gb"), ("", "one of a10"), ("abacus", "or memory in GiB")):
         with pytest.raises(Problem, match=words):
             find_capacity(text)
     assert [verdict(peak * GIB, 81 * GIB) for peak in (70, 79, 81)] == ["fits", "tight", "does not fit"]
@@ -57,5 +57,5 @@ def test_int8_takes_a_byte_a_weight():
 def test_wrong_words_of_inspect_get_a_sentence(tigon):
     said = "--quantize must be one of nf4, fp4, int8, got int3"
     tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "int3").problem(said)
-    tigon("inspect", "llama-tiny", "--quantize", "nf4").problem("--quantize goes with --lora")
-    tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "nf4", "--gpus", 2).problem("goes with --gpus 1")
+    tigon("inspect", "llama-tiny", "--quantize", "nf4").problem("--quantize requires --lora")
+    tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "nf4", "--gpus", 2).problem("requires --gpus 1")

@@ -124,8 +124,8 @@ def test_a_run_learns_and_leaves_a_ranker_and_its_results(run, here, data):
     assert "auc" in said.out
     assert "like by score" in said.out
     assert "it reads of a request timestamp; of an item item_id, kind; of an impression position\n" in said.err
-    here("rank", "fit", *data, "-o", out).problem("holds a run", "--overwrite replaces it")
-    here("rank", "fit", "--resume", "-o", out).problem("is at its end")
+    here("rank", "fit", *data, "-o", out).problem("contains a run", "--overwrite replaces it")
+    here("rank", "fit", "--resume", "-o", out).problem("is complete")
 
 
 def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, here, tmp_path):
@@ -134,7 +134,7 @@ def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, here, 
     shown = json.loads(here("rank", "eval", out, *same, "--json").ok().out)
     assert shown["metrics"] == results(out)["test"]["metrics"]
     assert results(tmp_path, "eval.json") == shown
-    here("rank", "eval", out, *same).problem("eval.json is there; --overwrite replaces it")
+    here("rank", "eval", out, *same).problem("eval.json already exists; --overwrite replaces it")
     same = (*same, "--overwrite")
     said = here("rank", "eval", out, *same, "--by", "position").ok()
     found = results(tmp_path, "eval.json")
@@ -211,7 +211,7 @@ def test_scores_are_one_table_in_every_format(run, folder, here, tmp_path):
     assert parquet.read_table(tmp_path / "one.parquet")["item_id"].to_pylist() == nameless["item_id"].to_pylist()
     (tmp_path / "folder.csv").mkdir()
     for wrong, words in (
-        (file, "is there; --overwrite replaces it"),
+        (file, "already exists; --overwrite replaces it"),
         (tmp_path / "folder.csv", "--output must be a file, got the folder"),
         (tmp_path / "scores.txt", "--output must end in .parquet, .csv, .jsonl"),
     ):
@@ -336,7 +336,7 @@ def test_a_full_disk_loses_no_checkpoint(run, data, options, tigon, here, tmp_pa
     said = tigon("rank", "fit", *data, *options, "-o", out, limit=180_000)
     assert said.code == 2
     assert "the disk is full" in said.err.splitlines()[-1]
-    assert "what was written before is intact" in said.err.splitlines()[-1]
+    assert "files written before are intact" in said.err.splitlines()[-1]
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
     assert "from step 12" in here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok().err
     ends_as(out, run)
@@ -408,7 +408,7 @@ def test_the_next_item_without_labels_and_the_log_of_every_step(folder, here, tm
             ("--data", "{items}", "--model", "lirank", "--label", "kind=='k9'"),
             ("metric auc is not defined on val", "all rows are 0"),
         ),
-        (("--resume",), ("there is no run in", "to resume")),
+        (("--resume",), ("no run in", "to resume")),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, words, folder, here, tmp_path):
@@ -420,13 +420,13 @@ def test_what_is_wrong_is_one_sentence(arguments, words, folder, here, tmp_path)
 
 def test_files_of_others_and_data_that_changed(folder, data, tigon, here, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    here("rank", "fit", *data, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
+    here("rank", "fit", *data, "-o", tmp_path, "--overwrite").problem("contains files that no run wrote")
     assert (tmp_path / "mine.txt").read_text() == "mine"
     out, own = tmp_path / "run", tmp_path / "train.parquet"
     shutil.copyfile(folder / "test.parquet", own)
     assert tigon("rank", "fit", "--data", own, "--label", "click", *TINY, "-o", out, limit=20_000).code == 2
     shutil.copyfile(folder / "train.parquet", own)
-    here("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("is not what the run in", "was trained on")
+    here("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("the data differs from", "the run in")
     here("rank", "eval", out, "--data", own).problem("is not at its end", "--resume")
     here("rank", "eval", tmp_path, "--data", own).problem("holds no ranker")
 
@@ -436,13 +436,13 @@ def test_nothing_is_overwritten_unasked(run, folder, here, tmp_path):
     data = shutil.copy(folder / "test.parquet", tmp_path / "t.parquet")
     score = ("rank", "score", out, "--data", data, "--device", "cpu", "-o")
     before = data.read_bytes()
-    here(*score, data, "--overwrite").problem("is among the files that are read")
+    here(*score, data, "--overwrite").problem("is an input file")
     (tmp_path / "link.parquet").symlink_to(data)
-    here(*score, tmp_path / "link.parquet", "--overwrite").problem("is among the files that are read")
+    here(*score, tmp_path / "link.parquet", "--overwrite").problem("is an input file")
     assert data.read_bytes() == before
     schema = tmp_path / "schema.json"
     schema.write_text("mine")
-    here("rank", "inspect", data, "--output", schema).problem("is there; --overwrite replaces it")
+    here("rank", "inspect", data, "--output", schema).problem("already exists; --overwrite replaces it")
     here("rank", "inspect", data, "--output", data, "--overwrite").problem("--output must end in .json")
     assert schema.read_text() == "mine"
     here("rank", "inspect", data, "--output", schema, "--overwrite").ok()
@@ -451,6 +451,6 @@ def test_nothing_is_overwritten_unasked(run, folder, here, tmp_path):
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
     for folder_of_mine in (mine, tmp_path):
-        here("rank", "export", out, "-o", folder_of_mine, "--overwrite").problem("holds files of another kind")
-    here("rank", "export", out, "-o", out, "--overwrite").problem("which is read")
+        here("rank", "export", out, "-o", folder_of_mine, "--overwrite").problem("contains unrelated files")
+    here("rank", "export", out, "-o", out, "--overwrite").problem("contains the input")
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]

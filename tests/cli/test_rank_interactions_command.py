@@ -114,8 +114,8 @@ def test_interactions_of_a_run(run, folder, here, tmp_path, capsys):
     assert set(found["fields"]) == {"banner", "size", "country", "watched"}
     assert sum(one["share"] for one in found["interactions"]) == pytest.approx(1)
     assert f"tigon rank fit --schema {schema} fits with it" in said.out
-    here(*command, *written).problem(f"--as-crosses {schema} is there; --overwrite replaces it")
-    with pytest.raises(Problem, match=r"--as-crosses .*next.json is there; --overwrite replaces it"):
+    here(*command, *written).problem(f"--as-crosses {schema} already exists; --overwrite replaces it")
+    with pytest.raises(Problem, match=r"--as-crosses .*next.json already exists; --overwrite replaces it"):
         called(out, as_crosses=schema)
     capsys.readouterr()
     called(out, as_crosses=schema, overwrite=True, label="long", method="nid", order=3, json=True)

@@ -115,15 +115,15 @@ def test_eval_score_and_compress_agree(run, folder, here, tmp_path):
     off = [np.abs(np.array(tables[0][label]) - np.array(tables[1][label])) for label in ("click", "long")]
     assert np.max(off) == pytest.approx(found["scores"]["largest"], abs=1e-6)
     assert 0 < np.max(off) < 0.02
-    here(*compress).problem("--overwrite replaces what it holds")
+    here(*compress).problem("--overwrite replaces its contents")
     said = here(*compress, "--overwrite").ok()  # on the data of the run
     assert "tables, bytes" in said.out
     assert "probabilities differ by" in said.out
-    here("rank", "compress", out, "-o", out).problem("which is read; give another folder")
+    here("rank", "compress", out, "-o", out).problem("contains the input")
     here("rank", "compress", small, "-o", tmp_path / "again").problem("tables must have 32 bits, got tables of 8 bits")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.txt").write_text("mine")
-    here("rank", "compress", out, "-o", tmp_path / "mine", "--overwrite").problem("holds files of another kind")
+    here("rank", "compress", out, "-o", tmp_path / "mine", "--overwrite").problem("contains unrelated files")
     shown = here("rank", "inspect", small, "--device", "cpu", "--data", folder / "test.csv").ok().out
     assert "lirank" in shown
 
@@ -151,7 +151,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(run, options, he
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130, said
-    assert f"with a checkpoint; go on by: tigon rank fit --resume --output {out}" in said
+    assert f"with a checkpoint; resume with: tigon rank fit --resume --output {out}" in said
     assert "from step" in here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok().err
     found, weights = (load_file(place / "model" / "model.safetensors") for place in (out, run[0]))
     assert all(torch.equal(value, weights[name]) for name, value in found.items())

@@ -98,7 +98,7 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     more = ("--model_name_or_path", "llama-tiny", "--no_fuse", "--teacher", output, "--distil", 1.0,
             "--test_split_size", 0)  # fmt: skip
     done = tigon(*arguments(tables, student, *more, "--calibrate", "none", "--max_steps", 2)).ok()
-    assert "chosen from 96 rows: learning_rate 0.001; options of these names override them" in done.out
+    assert "chosen for 96 rows: learning_rate 0.001; override with the options of the same names" in done.out
     assert "Ran in the last step: prefix" in done.out
     assert losses(student)[1] == pytest.approx(0.693, abs=0.05)
     assert (student / "tokenizer.json").read_bytes() != (output / "tokenizer.json").read_bytes()

@@ -150,7 +150,7 @@ def test_a_schema_of_ones_own(folder, here, tmp_path):
     ("arguments", "words"),
     [
         (("build", "nowhere.parquet", "-o", "x"), ("there is no file nowhere.parquet",)),
-        (("build", "{items}", "-o", "{index}"), ("is there; --overwrite replaces",)),
+        (("build", "{items}", "-o", "{index}"), ("already exists; --overwrite replaces",)),
         (("build", "{items}", "-o", "x", "--vector", "titel"), ("--vector must be a column", "did you mean 'title'")),
         (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "must be numbers such as")),
         (("build", "{items}", "-o", "x", "--metric", "dot"), ("--metric must be one of ip, cosine, l2, got dot",)),

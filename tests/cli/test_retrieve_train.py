@@ -62,8 +62,8 @@ def test_a_run_finds_the_groups_and_its_index_is_searched(folder, here, tmp_path
     rows = [json.loads(line) for line in here(*search).ok().out.splitlines()]
     assert len(rows) == 10 * USERS
     assert np.mean([row["id"] % GROUPS == row["query"] % GROUPS for row in rows]) > 0.9
-    here("retrieve", "train", folder, "-o", out).problem("holds a run", "--overwrite replaces it")
-    here("retrieve", "train", "--resume", "-o", out).problem("is at its end")
+    here("retrieve", "train", folder, "-o", out).problem("contains a run", "--overwrite replaces it")
+    here("retrieve", "train", "--resume", "-o", out).problem("is complete")
     here("retrieve", "train", folder, *SMALL, "--epochs", 1, "-o", out, "--overwrite", "--val-split", "block").ok()
     assert len(results(out)["seeds"]) == 1
 
@@ -183,7 +183,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, here, start,
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130, said
-    assert "with a checkpoint; go on by: tigon retrieve train --resume" in said
+    assert "with a checkpoint; resume with: tigon retrieve train --resume" in said
     assert not (cut / "items.index").exists()
     again = here("retrieve", "train", "--resume", "--device", "cpu", "-o", cut).ok()
     assert "seed 0: from epoch" in again.err
@@ -206,7 +206,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, here, start,
         (("{folder}/train.txt", "--test", "far.txt"), ("pair 1: item 99 is not among the 48 items",)),
         (("bad.txt",), ("line 2: must be integers",)),
         (("empty.txt",), ("has no pairs",)),
-        (("--resume",), ("there is no run in", "to resume")),
+        (("--resume",), ("no run in", "to resume")),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, words, folder, here, tmp_path):
@@ -227,5 +227,5 @@ def test_the_time_ends_a_fit_and_is_validated_before(folder, here, tmp_path):
 
 def test_files_of_others_are_left_alone(folder, here, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    here("retrieve", "train", folder, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
+    here("retrieve", "train", folder, "-o", tmp_path, "--overwrite").problem("contains files that no run wrote")
     assert (tmp_path / "mine.txt").read_text() == "mine"

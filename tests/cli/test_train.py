@@ -78,7 +78,7 @@ def test_killed_and_resumed_it_ends_with_the_same_losses(tigon, start, text, tmp
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (output / "model.safetensors").exists()
-    tigon(*preset(text, output)).problem("holds files: --resume_from_checkpoint true goes on with the run in it")
+    tigon(*preset(text, output)).problem("is not empty; use --resume_from_checkpoint true to continue the run")
     tigon(*preset(text, output, "--resume_from_checkpoint", "true")).ok()
     assert losses(output) == losses(uninterrupted[0])  # bit for bit
     weights = "model.safetensors"
@@ -112,19 +112,19 @@ def test_a_resume_with_nothing_whole_to_resume_from(tigon, tmp_path, uninterrupt
     resume = preset(text, run, "--resume_from_checkpoint")
     for folder in find_checkpoints(run):
         (folder / "model.safetensors").unlink()
-    tigon(*resume, "true").problem("no whole checkpoint", "model.safetensors is missing")
+    tigon(*resume, "true").problem("no complete checkpoint", "model.safetensors is missing")
     tigon(*resume, run / f"checkpoint-{STEPS}").problem("cannot be used: model.safetensors is missing")
     tigon(*resume, run / "gone").problem("there is no such folder")
     for folder in find_checkpoints(run):
         shutil.rmtree(folder)
-    tigon(*resume, "true").problem("there is no checkpoint in")
+    tigon(*resume, "true").problem("no checkpoint in")
 
 
 def test_a_second_run_in_a_folder_gets_a_sentence(tigon, text, tmp_path, uninterrupted):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     with lock_folder(run):
-        tigon(*preset(text, run, "--resume_from_checkpoint", "true")).problem("another run is at work in")
+        tigon(*preset(text, run, "--resume_from_checkpoint", "true")).problem("another run is using")
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(tigon, text, tmp_path, uninterrupted):
@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(tigon, tex
     done = tigon(*arguments, limit=2_000_000)
     assert done.code == 2, (done.out, done.err)
     assert "the disk of" in done.err
-    assert "make room, and the same command with --resume_from_checkpoint true goes on" in done.err
+    assert "free some space, and run the same command with --resume_from_checkpoint true to resume" in done.err
     assert "Traceback" not in done.err
     assert find_newest(run)[0] == run / f"checkpoint-{STEPS}"
 
@@ -181,7 +181,7 @@ def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, t
     assert (output / "adapter_model.safetensors").exists()
     assert not (output / "model.safetensors").exists()
     tigon("train", "--model_name_or_path", output, "--dataset_name", chat, "--output_dir", tmp_path / "new").problem(
-        "the directory has adapters, not a model"
+        "the directory holds adapters, not a model"
     )
 
 

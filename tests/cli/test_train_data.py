@@ -55,7 +55,7 @@ def test_a_part_is_held_out_and_rows_stream(tmp_path):
     assert not set(train["text"]) & set(test["text"])
     stream, _ = read(rows, "--dataset_streaming", "true")
     assert next(iter(stream)) == {"text": "text 0"}
-    with pytest.raises(Problem, match="--test_split_size holds out rows of data that is read whole"):
+    with pytest.raises(Problem, match="--test_split_size cannot go with --dataset_streaming"):
         read(rows, "--dataset_streaming", "true", "--test_split_size", "0.2")
 
 

@@ -236,7 +236,7 @@ def unnoticed(rank, world, device, check):
         before = model(x).clone()
         change(model, "data")
         if check:
-            with pytest.raises(RuntimeError, match="weights have changed and nothing shows it"):
+            with pytest.raises(RuntimeError, match="weights have changed without notice"):
                 model(x)
             return
         assert torch.equal(model(x), before), "the second shard was not stale: the check is for nothing"
@@ -416,15 +416,15 @@ def test_errors_say_what_is_wrong(ranks):
         pytest.skip("the sentences are those of a world of 4")
     found = ranks.run(sentences)[0]
     for name, words in {
-        "3": "group_size must divide the 4 ranks of the mesh into groups of equal size, more than one, got 3.",
+        "3": "group_size must divide the 4 ranks of the mesh into several equal groups, got 3.",
         "4": "got 4.",
         "True": 'group_size must be "node" or a number of ranks, got True.',
         "node": "all 4 ranks are on one host",
         "mesh": "mesh must have one dimension, the ranks that weights are sharded over, got 2.",
         "DTensor": "weight is a DTensor over",
-        "float8": "weight is a Scaled, which makes what is gathered, float8 numbers say, anew",
-        "twice": "sharded by fully_shard already, with units and options of its own; got units, mp_policy besides.",
-        "uneven": "got [1, 3] ranks in its order",
-        "apart": "got [1, 1, 1, 1] ranks in its order",
+        "float8": "weight is a Scaled, which recomputes the gathered data (for example float8)",
+        "twice": "already sharded by fully_shard, with its own units and options; got units, mp_policy besides.",
+        "uneven": "got [1, 3] ranks in mesh order",
+        "apart": "got [1, 1, 1, 1] ranks in mesh order",
     }.items():
         assert words in found[name], found[name]

@@ -57,11 +57,11 @@ def test_norms_of_single_heads_are_each_ranks_own():
         (lambda: nn.Linear(2, 2), (2,), {}, "transformers has no plan for Linear"),
         (
             lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, num_experts=2)),
-            (2,), {}, "Qwen3MoeForCausalLM wants the style '.*' for layers.*, which has no counterpart here",
+            (2,), {}, "Qwen3MoeForCausalLM needs the style '.*' for layers.*, which Tigon does not support",
         ),
         (
             lambda: with_a_part_more(qwen3()), (2,), {"sequence_parallel": True},
-            r"layers of self_attn, mlp and norms; model.layers.1 of Qwen3ForCausalLM has .*adapter",
+            r"layers with self_attn, mlp and norms; model.layers.1 of Qwen3ForCausalLM has .*adapter",
         ),
     ],
     ids=["dimensions", "heads", "heads of keys", "no plan", "experts", "another layer"],

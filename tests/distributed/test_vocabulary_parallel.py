@@ -290,12 +290,12 @@ def refusals(rank, world, device):
 
 def test_what_does_not_fit_gets_a_sentence(ranks):
     expected = (
-        "weight must be Shard(0), rows of classes, on a mesh of one dimension",
-        "weight must be Shard(0), rows of classes, on a mesh of one dimension",
+        "weight must be Shard(0), rows of classes, on a 1-d mesh",
+        "weight must be Shard(0), rows of classes, on a 1-d mesh",
         "bias must be a DTensor that is Shard(0)",
         "x must be on the weight's mesh, whole or split by tokens",
         "x must be a plain tensor beside a plain weight",
-        "group must be a mesh of one dimension, got 2",
+        "group must be a 1-d mesh, got 2",
         "group must be left out beside a DTensor",
     )
     for messages in ranks.run(refusals):
@@ -689,7 +689,7 @@ def test_gkd_of_split_heads(ranks):
     loss = Gkd(model, teacher).training_step(model, ids)
     plain = loss, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad
     assert loss > 1e-3
-    unlike = "the heads of the student and the teacher are not split over the same devices alike"
+    unlike = "the heads of the student and the teacher are split differently over devices"
     freed = "the student's or the teacher's logits are built: its head is not fused, or FSDP2 frees it"
     for way, teachers_way, reason in (
         ("transformers", "torch", ""),

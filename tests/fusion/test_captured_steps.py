@@ -272,7 +272,7 @@ def test_a_step_that_waits_gets_a_sentence_and_the_process_goes_on(tmp_path, env
     )  # fmt: skip
     line = 1 + FAILS.split("\n").index("    if looks and loss.item() > 1e9:  # waits")
     assert "said: graph_step: the step cannot be captured in a CUDA graph:" in done.stdout, done.stderr[-3000:]
-    assert "Lines that waited for the device in the call before, as no capture can: " in done.stdout
+    assert "Lines that waited for the device in the previous call, which no capture can: " in done.stdout
     assert f"fails.py:{line}" in done.stdout
     assert "drawn: torch.Size([3])" in done.stdout, done.stderr[-3000:]
     assert "graphed: " in done.stdout, done.stderr[-3000:]

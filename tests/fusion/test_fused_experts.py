@@ -104,7 +104,7 @@ def test_a_near_miss_is_refused(variant):
     """The last computes the same, and rounds less than Tigon would."""
     assert recognize_experts(Stacked(variant)) is None
     Named = type("MyExperts", (Stacked,), {})
-    assert recognize_experts(Named(variant)) == Reason("its numbers fit no formula of moe_mlp")
+    assert recognize_experts(Named(variant)) == Reason("its results match no formula of moe_mlp")
 
 
 def test_an_attribute_that_does_nothing_at_its_value_is_watched():
@@ -133,7 +133,7 @@ LEFT = {
     "a norm inside": (lambda: named(norm=nn.LayerNorm(D)), "it has other modules: norm"),
     "more parameters": (lambda: named(scale=nn.Parameter(torch.ones(3))), "not two stacked matrices"),
     "another implementation": (
-        lambda: named(config=type("Config", (), {"_experts_implementation": "mine"})()), "it is set to run by 'mine'"
+        lambda: named(config=type("Config", (), {"_experts_implementation": "mine"})()), "its experts run by 'mine'"
     ),
 }  # fmt: skip
 

@@ -70,7 +70,8 @@ def test_options_of_a_second_call_are_not_dropped_silently(llama, recwarn):
         tigon.fuse(model, recompute="mlp", parts=tigon.PARTS)
         assert not recwarn.list
         with pytest.warns(
-            UserWarning, match=r"with parts=\(.*'mlp'.*\), recompute='mlp', and stays so; for parts=.* remove\(\)"
+            UserWarning,
+            match=r"with parts=\(.*'mlp'.*\), recompute='mlp', and stays so; to fuse with parts=.* remove\(\)",
         ):
             again = tigon.fuse(model, recompute="none", parts=tigon.PARTS - {"mlp"})
         recwarn.clear()
@@ -513,7 +514,7 @@ def test_a_copied_layer_is_its_own_and_counts_with_its_model(llama):
         assert llama.model.layers[0].mlp(x).any()
         report = fusion.report()
         assert (report.calls, report.outside) == ({}, 2), "no step of the model"
-        assert "Outside of the model's forward, and not counted: 2 calls of parts." in str(report)
+        assert "Outside the model's forward, and not counted: 2 calls of parts." in str(report)
     assert not layer.mlp(x).any(), "a copy outlives remove(), as a plain layer"
 
 

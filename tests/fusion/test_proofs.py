@@ -297,7 +297,7 @@ class StoresInAMethod(Weighted):
 def test_what_a_forward_stores_is_still_stored(kind):
     found = recognize_norm(type("MyNorm", (kind,), {})())
     assert isinstance(found, Reason)
-    assert found.text.startswith("its forward leaves something behind: ")
+    assert found.text.startswith("its forward has side effects: ")
     assert "test_proofs.py:" in found.text
     model, x = nn.Sequential(kind()), torch.randn(2, 3, N)
     with tigon.fuse(model):
@@ -352,7 +352,7 @@ def test_an_mlp_that_branches_on_its_input():
                 raise ValueError("width")
             return x
 
-    assert "a branch that probes do not decide, at test_proofs.py:" in recognize_mlp(Branches()).text
+    assert "a branch that probes do not determine, at test_proofs.py:" in recognize_mlp(Branches()).text
     assert not isinstance(recognize_mlp(Settled()), Reason)
 
 
@@ -386,7 +386,7 @@ def branching(q, k, cos, sin):
 
 
 def test_a_rotation_that_branches_on_its_input():
-    assert "a branch that probes do not decide" in recognize_rotary(branching).text
+    assert "a branch that probes do not determine" in recognize_rotary(branching).text
 
 
 class Experts(nn.Module):

@@ -353,7 +353,7 @@ def test_gated_mlps_are_found(act, width):
 def test_other_activations_are_refused(act):
     found = recognize_mlp(Gate(act))
     assert isinstance(found, Reason)
-    assert found.text == f"its numbers fit neither swiglu, geglu nor reglu ({type(act).__name__})"
+    assert found.text == f"its results match neither swiglu, geglu nor reglu ({type(act).__name__})"
 
 
 PLACES = {
@@ -543,7 +543,7 @@ def test_rotations_are_found():
 
 @pytest.mark.parametrize("fn", [other_sign_of_k, only_q])
 def test_near_misses_of_rotations_are_refused(fn):
-    assert recognize_rotary(fn) == Reason("its numbers fit no formula of tigon.rope")
+    assert recognize_rotary(fn) == Reason("its results match no formula of tigon.rope")
 
 
 def with_angles(turn, *, tail=False):

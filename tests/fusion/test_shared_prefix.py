@@ -156,7 +156,7 @@ def test_the_plain_outputs_and_who_predicts_what(device):
     parts = batch.split(batch.target)
     assert [[part.tolist() for part in own] for own in parts] == [[s.tolist() for s in own] for own in suffixes]
     assert batch.split(torch.zeros(30, 4))[1][0].shape == (4, 4)
-    with pytest.raises(ValueError, match=r"split: values must be \(30, …\), one a token, got \(7,\)"):
+    with pytest.raises(ValueError, match=r"split: values must be \(30, …\), one per token, got \(7,\)"):
         batch.split(torch.zeros(7))
 
 

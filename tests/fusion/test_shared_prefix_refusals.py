@@ -14,11 +14,11 @@ from zoo import BASE, build  # noqa: E402
 
 BAD_BATCHES = {
     "suffixes must hold one list for each of the 2 prefixes, got 1": ([[3], [4]], [[[5]]]),
-    "prefixes must hold at least one sequence": ([], []),
-    "prefix 1 is empty; give its suffixes as sequences of their own": ([[3], []], [[[5]], [[6]]]),
+    "prefixes must hold at least one token id sequence": ([], []),
+    "prefix 1 is empty; pass its suffixes as separate sequences": ([[3], []], [[[5]], [[6]]]),
     "prefix 0 has no suffixes; leave it out": ([[3]], [[]]),
     "suffix 1 of prefix 0 is empty; leave it out": ([[3]], [[[4], []]]),
-    r"suffixes\[0\] must be a list of sequences of token ids": ([[3]], [[4, 5]]),
+    r"suffixes\[0\] must be a list of token id sequences": ([[3]], [[4, 5]]),
     "prefix 0 must be a list of token ids or a 1-d integer tensor, got str": (["words"], [[[5]]]),
     "suffix 0 of prefix 0 must be a list of token ids .*torch.float32": ([[3]], [[torch.ones(3)]]),
     r"prefix 0 must be .*\(1, 3\)": ([torch.ones(1, 3, dtype=torch.int64)], [[[5]]]),
@@ -83,16 +83,16 @@ def _bert():
 
 CANNOT = {
     "has attention sinks": lambda: build("gpt_oss"),
-    "Qwen3NextGatedDeltaNet layers carry a state past the prefix; they cannot share it": _qwen3_next,
-    "FalconH1Mixer layers carry a state past the prefix; they cannot share it": _falcon_h1,
-    "layers are of chunked_attention; they cannot share a prefix": _llama4,
+    "Qwen3NextGatedDeltaNet layers carry a state past the prefix, so they cannot share": _qwen3_next,
+    "FalconH1Mixer layers carry a state past the prefix, so they cannot share": _falcon_h1,
+    "layers use chunked_attention, which cannot share a prefix": _llama4,
     "BertModel is an encoder: BertSelfAttention read tokens in both directions": _bert,
     "T5ForConditionalGeneration is an encoder-decoder": _t5,
-    "no attention of MambaForCausalLM asks transformers' registry": _mamba,
-    "no attention of Linear asks transformers' registry": lambda: nn.Linear(3, 3),
-    "RobertaEmbeddings counts positions by itself": _roberta,
-    "StableLmDecoderLayer keeps keyword arguments of the model to itself": _stablelm,
-    "LlamaAttention has heads of 512 numbers": lambda: T.LlamaForCausalLM(T.LlamaConfig(**{**BASE, "head_dim": 512})),
+    "no attention in MambaForCausalLM uses transformers' attention registry": _mamba,
+    "no attention in Linear uses transformers' attention registry": lambda: nn.Linear(3, 3),
+    "RobertaEmbeddings counts positions itself": _roberta,
+    "StableLmDecoderLayer does not pass the model's keyword arguments on": _stablelm,
+    "LlamaAttention has heads of width 512": lambda: T.LlamaForCausalLM(T.LlamaConfig(**{**BASE, "head_dim": 512})),
 }
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_is_not_fused_so_computes_nothing(device):
     for run in (batch.logprob, batch.loss):
         with pytest.raises(ValueError, match=r"LlamaForCausalLM must be fused by tigon.fuse\(model, shared"):
             run(model)
-    with pytest.raises(AttributeError, match=r"its inputs are for a model under tigon\.fuse"):
+    with pytest.raises(AttributeError, match=r"its inputs need a model fused by tigon\.fuse"):
         model(**batch.inputs)
 
 
@@ -152,7 +152,7 @@ def test_a_model_inside_the_called_one_takes_the_same_layout(device):
 def test_attention_that_was_set_anew_is_seen(device):
     model, batch = shared(device)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="the attention of the model was set to 'eager' since it was fused"):
+    with pytest.raises(ValueError, match="the model's attention was set to 'eager' after fusing"):
         batch.loss(model)
     vars(model)["_tigon_fusion"].remove()
     assert model.config._attn_implementation == "eager", "what was set since stays"
@@ -163,7 +163,7 @@ def test_a_layer_that_drops_keyword_arguments_is_named(device):
     layer = model.model.layers[1]
     forward = layer.forward
     layer.forward = lambda *args, shared_prefix=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(ValueError, match="LlamaAttention was not handed the layout"):
+    with pytest.raises(ValueError, match="LlamaAttention did not receive the layout"):
         batch.loss(model)
 
 

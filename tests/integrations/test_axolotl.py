@@ -112,7 +112,7 @@ def test_it_sees_what_adapters_have_put_on_the_layers(axolotl):
     _, fused = train(plugin, configured(plugin, adapter="lora"), llama(), adapt)
     assert_same_step(fused, step(adapt(llama()), batch(1)))
     (reason,) = [row.what for row in plugin.fusions[0].report().skipped_rows if row.kind == "head"]
-    assert reason == "an adapter is on the head: it runs as it is, with real logits"
+    assert reason == "the head has an adapter and runs unchanged, with real logits"
 
 
 def lora(model, **options):

@@ -279,7 +279,7 @@ def test_two_formulas_under_one_name_stay_as_they_are(kernels):
     model = nn.ModuleList([norms()["RMSNorm"](), norms()["RMSNormRoundedOnce"]()])
     for module in model:
         mark(kernels, module, "RMSNorm")
-    with pytest.warns(UserWarning, match="the layers called 'RMSNorm' in ModuleList compute different things"):
+    with pytest.warns(UserWarning, match="the layers called 'RMSNorm' in ModuleList compute different functions"):
         assert hub.layers_for(model) == {}
 
 

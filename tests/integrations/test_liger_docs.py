@@ -46,7 +46,7 @@ def names() -> str:
             functions.append("liger_fused_linear_jsd")
             lines += [f"| `chunked_loss.{n}` | {first_sentence(getattr(liger.chunked_loss, n))} |" for n in functions]
     lines += ["", "### Not here", "", "| name | why, or what instead |", "| :-- | :-- |"]
-    missing = {**liger.MISSING, "Liger…OutputWithPast": "a fused model returns what it returned before"}
+    missing = {**liger.MISSING, "Liger…OutputWithPast": "a fused model keeps its output class"}
     lines += [f"| `{name}` | {reason[0].upper()}{reason[1:]}. |" for name, reason in missing.items()]
     return "\n".join(lines[1:])
 

@@ -161,7 +161,7 @@ def test_unknown_flags_are_named():
         liger.apply_liger_kernel_to_llama(rms=True, model=model())
     with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llava: its flags are rope, .*, got 'vision'"):
         liger.apply_liger_kernel_to_llava(vision=True, model=model())
-    with pytest.warns(UserWarning, match=r"'rms' is none of its flags rope, .*, and is left out"):
+    with pytest.warns(UserWarning, match=r"'rms' is not one of the flags rope, .* and is ignored"):
         assert kinds(liger._apply_liger_kernel_to_instance(model(), rms=True)) == EVERYTHING
 
 

@@ -374,7 +374,7 @@ def test_tensor_classes_that_are_not_known_are_left_and_named():
     fusion = tigon.fuse(model)
     assert_same_loss(plain, model)
     assert ran(fusion) == 0
-    assert "of a tensor class that Tigon does not know" in fusion.report().last_step()
+    assert "use a tensor class that Tigon does not support" in fusion.report().last_step()
 
 
 # --------------------------------------------------------------------------------------------------- the libraries' own
@@ -464,4 +464,4 @@ def test_an_adapter_on_another_device_is_named(make):
         part["default"].weight = nn.Parameter(part["default"].weight.detach().to("meta"))
     with contextlib.suppress(RuntimeError):
         model(**batch())
-    assert "devices that do not go together" in fusion.report().last_step()
+    assert "incompatible dtypes or devices" in fusion.report().last_step()

@@ -602,7 +602,7 @@ def test_dropout_that_changes_after_fuse(pair):
 
 
 LEFT = {
-    "DoRA": ({"use_dora": True}, "variant of LoRA"),
+    "DoRA": ({"use_dora": True}, "a LoRA variant"),
     "a bias of the adapter": ({"lora_bias": True}, "has a bias"),
 }
 
@@ -691,7 +691,7 @@ def test_devices_that_do_not_fit_are_peft_s_to_refuse(pair):
     layer.lora_A["default"].weight = nn.Parameter(torch.empty(4, 64, device="meta"))
     with contextlib.suppress(RuntimeError):
         model(**batch())
-    assert "devices that do not go together" in fusion.report().last_step()
+    assert "incompatible dtypes or devices" in fusion.report().last_step()
 
 
 # --------------------------------------------------------------------------------------------------------------- QLoRA

@@ -132,13 +132,13 @@ def test_a_model_that_is_not_the_one_trained(tmp_path):
 
     made.__class__ = Other
     made.other = copy.deepcopy(made.model)
-    with pytest.warns(UserWarning, match="nothing of what tigon.fuse replaced ran in the first step"):
+    with pytest.warns(UserWarning, match="no module that tigon.fuse replaced ran in the first step"):
         made.train()
 
 
 def test_logits_that_the_trainer_builds_are_named(tmp_path):
     with pytest.warns(
-        UserWarning, match=r"built the logits, .*label_smoothing_factor=0.1 takes the labels from the model"
+        UserWarning, match=r"built the logits, .*label_smoothing_factor=0.1 withholds the labels from the model"
     ):
         trainer(tmp_path, llama(), [callback := TigonCallback()], label_smoothing_factor=0.1).train()
     (head,) = (row for row in callback.report().rows if row.kind == "head")

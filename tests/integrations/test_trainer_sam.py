@@ -98,7 +98,7 @@ def test_bad_trainers_get_a_sentence(tmp_path):
     with pytest.raises(TypeError, match="trainer must be a Trainer, got Linear"):
         MicroBatchSAMCallback(torch.nn.Linear(1, 1))
     made = trainer(tmp_path, llama())
-    with pytest.raises(ValueError, match="rho must be a finite number"):
+    with pytest.raises(ValueError, match="rho must be finite"):
         MicroBatchSAMCallback(made, rho=-1.0)
     generating = copy.copy(made)
     generating._buffered_inputs = None

@@ -174,7 +174,7 @@ def test_an_option_that_tigon_has_not_is_left(tmp_path):
     fusion = trl.fuse(trainer)
     assert_same(cases.train(plain), cases.train(trainer))
     report = fusion.report()
-    assert report.left == {"use_weighting wants Σ p² of each token": 3}
+    assert report.left == {"use_weighting needs Σ p² for each token": 3}
     assert report.total == {"reference linear_logprob": 3}
     assert "Left to TRL: use_weighting" in str(report)
 
@@ -197,7 +197,7 @@ def test_label_smoothing_builds_its_logits(tmp_path):
     report = fusion.report()
     assert report.headline() == ("SFTTrainer: the loss is TRL's own, from whole logits (label_smoothing_factor=0.1)")
     assert [row.fused for row in report.rows] == [False, True]
-    assert "the metrics alone" in report.rows[1].what
+    assert "the metrics only" in report.rows[1].what
     assert report.left == {"the loss, from whole logits, for label_smoothing_factor=0.1": 3}
     assert "Left to TRL: the loss, from whole logits, for label_smoothing_factor=0.1 (3×)." in str(report)
 
@@ -233,7 +233,7 @@ def test_arguments_that_are_not_known(tmp_path, monkeypatch):
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Later)
     (row,) = trl.fuse(cases.sft(tmp_path, cases.model())).report().rows
     assert not row.fused
-    assert "Later takes arguments that are not known here" in row.what
+    assert "Later takes arguments that Tigon does not know" in row.what
 
 
 @pytest.mark.parametrize(("task", "method"), [("gkd", "generalized_jsd_loss"), ("orpo", "odds_ratio_loss")])
@@ -326,5 +326,5 @@ def test_a_trainer_of_transformers_gets_its_model_fused(tmp_path):
 
 
 def test_what_is_no_trainer_is_refused():
-    with pytest.raises(TypeError, match="fuse: trainer must be a trainer of TRL or transformers, got Linear"):
+    with pytest.raises(TypeError, match="fuse: trainer must be a TRL or transformers trainer, got Linear"):
         trl.fuse(torch.nn.Linear(2, 2))

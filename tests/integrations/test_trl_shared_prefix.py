@@ -83,7 +83,7 @@ def test_a_router_loss_keeps_its_rows(tmp_path):
     report = fusion.report()
     assert not report.shared
     assert report.unshared == {"a router's loss counts the tokens of every prompt": 2}
-    assert "Prompts computed as often as they stand: a router's loss" in str(report)
+    assert "Prompts computed once per row: a router's loss" in str(report)
 
 
 def test_prompts_that_differ_keep_their_rows(tmp_path):
@@ -91,7 +91,7 @@ def test_prompts_that_differ_keep_their_rows(tmp_path):
     fusion = trl.fuse(trainer, shared_prefix=True)
     assert_same(cases.train(plain), cases.train(trainer))
     (reason,) = fusion.report().unshared
-    assert reason in ("no two rows have one prompt", "a row is not a prompt and what continues it")
+    assert reason in ("no two rows share a prompt", "a row is not a prompt followed by a completion")
 
 
 def test_auto_shares_where_prompts_are_a_quarter(tmp_path):
@@ -118,7 +118,7 @@ def test_what_cannot_share_is_refused_by_name_and_left_by_auto(tmp_path):
     trainer = cases.orpo(tmp_path / "orpo", cases.model())
     before = dict(vars(trainer))
     with pytest.raises(
-        ValueError, match="shared_prefix=True for the policy of ORPOTrainer: its loss is not one of log-"
+        ValueError, match="shared_prefix=True for the policy of ORPOTrainer: its loss does not use log-"
     ):
         trl.fuse(trainer, shared_prefix=True)
     assert vars(trainer) == before
@@ -134,12 +134,12 @@ def test_what_cannot_share_is_refused_by_name_and_left_by_auto(tmp_path):
     with trl.fuse(trainer, shared_prefix="auto") as fusion:
         assert_same(cases.train(plain), cases.train(trainer))
         (reason,) = fusion.report().unshared
-        assert reason.startswith("LlamaAttention was not handed the layout")
+        assert reason.startswith("LlamaAttention did not receive the layout")
 
     policy = cases.model()
     tigon.fuse(policy)
     trainer = cases.sft(tmp_path / "before", policy)
-    with pytest.raises(ValueError, match="it was fused before, without shared_prefix"):
+    with pytest.raises(ValueError, match="the model was already fused, without shared_prefix"):
         trl.fuse(trainer, shared_prefix=True)
     with pytest.raises(ValueError, match="shared_prefix must be True, False or 'auto', got 'yes'"):
         trl.fuse(cases.sft(tmp_path / "word", cases.model()), shared_prefix="yes")
@@ -205,8 +205,8 @@ def test_nothing_but_lengths_is_copied_where_sharing_is_declined(monkeypatch):
     different[:, 0] = torch.arange(4)
     few, none, rowless = (
         "prompts are less than a quarter of the tokens",
-        "no two rows have one prompt",
-        "a row is not a prompt and what continues it",
+        "no two rows share a prompt",
+        "a row is not a prompt followed by a completion",
     )
     for share, batch, wanted, reason in (
         ("auto", ids, labels, few), ("auto", different, labels, none), (True, different, labels, none),

@@ -108,14 +108,14 @@ X, W, T = torch.ones(2, 4), torch.ones(9, 4), torch.zeros(2, dtype=torch.long)
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: choice(X, W, [1, 9], T), r"choice: choices must lie in \[0, 9\), the classes of the head, got 9\."),
+        (lambda: choice(X, W, [1, 9], T), r"choice: choices must lie in \[0, 9\), the head's classes, got 9\."),
         (lambda: choice(X, W, [1, 1], T), r"choice: choices must hold each class once, got \[1, 1\]\."),
         (lambda: choice(X, W, [], T), r"choice: choices must be \(K,\) integer .* at least one, got \(0,\)"),
         (lambda: choice(X, W, torch.ones(2), T), r"choice: choices must be \(K,\) integer .* \(2,\) torch.float32"),
         (lambda: choice(X, W, [1, 2], T + 2), r"choice: target must lie in \[0, 2\) or be ignore_index=-100, got 2"),
-        (lambda: choice(X, W, [1, 2], T[:1]), r"choice: target must have shape \(2,\), one class a row, got \(1,\)"),
+        (lambda: choice(X, W, [1, 2], T[:1]), r"choice: target must have shape \(2,\), one class per row, got \(1,\)"),
         (lambda: choice(X, W, [1, 2], X), r"choice: target of floats must be \(2, 2\) on cpu, .* got \(2, 4\) on cpu"),
-        (lambda: choice(X, W, [1, 2], T, weights=X), r"choice: weights must be \(2,\) on cpu, one a row, got \(2, 4\)"),
+        (lambda: choice(X, W, [1, 2], T, weights=X), r"choice: weights must be \(2,\) on cpu, one per row, got"),
         (lambda: choice(X, W, [1, 2], T, reduction="avg"), r"choice: reduction must be one of .*got 'avg'"),
         (lambda: choice(X, tigon.Head(W, group=object()), [1], T), r"choice: head.group must be None"),
         (lambda: choice(X, W.double(), [1], T), r"choice: weight must have x's dtype torch.float32, got torch.float64"),

@@ -284,9 +284,9 @@ TAKEN = RowGroups(*ONE)
         ),
         (
             lambda: coding_rate(Z, torch.zeros(3).long(), eps=1),
-            "coding_rate: groups must be (4,) labels, one a row of z, got (3,).",
+            "coding_rate: groups must be (4,) labels, one per row of z, got (3,).",
         ),
-        (lambda: coding_rate(Z, Z[:, 0], eps=1), "labels must be a line of integers, got (4,) torch.float32."),
+        (lambda: coding_rate(Z, Z[:, 0], eps=1), "labels must be 1-d integers, got (4,) torch.float32."),
         (
             lambda: coding_rate(Z, "all", eps=1),
             "groups must be tigon.losses.RowGroups, labels (n,) or (offsets, members, weights), got str.",
@@ -294,7 +294,7 @@ TAKEN = RowGroups(*ONE)
         (lambda: coding_rate(Z[:1], ONE, eps=1), "groups must have members below 1, the rows of z, got 1."),
         (
             lambda: coding_rate(Z, RowGroups.from_labels(torch.zeros(5).long()), eps=1),
-            "coding_rate: groups must be of 4 labels, one a row of z, got 5.",
+            "coding_rate: groups must have 4 labels, one per row of z, got 5.",
         ),
         (
             lambda: coding_rate(Z, TAKEN.to("meta"), eps=1),
@@ -307,7 +307,7 @@ TAKEN = RowGroups(*ONE)
         (lambda: RowGroups(torch.tensor([0, 3, 2]), ONE[1]), "must rise from 0 to 2, the number of members, got ["),
         (lambda: RowGroups(ONE[1][:0], ONE[1][:0]), "offsets must rise from 0 to 0, the number of members, got []."),
         (lambda: RowGroups(ONE[0], torch.tensor([0, -1])), "RowGroups: members must be rows, 0 or more, got -1."),
-        (lambda: RowGroups(ONE[0], Z), "RowGroups: members must be a line of integers, got (4, 2) torch.float32."),
+        (lambda: RowGroups(ONE[0], Z), "RowGroups: members must be 1-d integers, got (4, 2) torch.float32."),
         (lambda: RowGroups(*ONE, torch.ones(3)), "weights must be (2,) floats, one for each member, got (3,)"),
         (lambda: RowGroups(*ONE, torch.tensor([1, -1.0])), "weights must be finite and not negative, got -1.0 at 1."),
         (lambda: RowGroups(*ONE, torch.tensor([torch.nan, 1])), "must be finite and not negative, got nan at 0."),

@@ -547,7 +547,7 @@ GIVEN = given()
     [
         ("dpo", {"loss_type": "aot_pair"}, r"dpo: loss_type must be one of 'sigmoid', .*, got 'aot_pair'"),
         ("dpo", {"loss_type": []}, r"dpo: loss_type must be one of"),
-        ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, r"dpo: loss_weights must hold one for each"),
+        ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, r"dpo: loss_weights must hold one weight"),
         ("dpo", {"beta": 0.0}, r"dpo: beta must be positive, got 0.0"),
         ("dpo", {"loss_type": "robust", "label_smoothing": 0.5}, r"label_smoothing must be below 0.5 for 'robust'"),
         ("dpo", {"loss_type": "exo_pair"}, r"label_smoothing must be above 0 for 'exo_pair'"),

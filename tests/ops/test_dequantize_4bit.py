@@ -124,7 +124,7 @@ def test_nested_tables_are_checked():
 
 
 def test_a_layer_that_was_never_quantised_is_refused():
-    with pytest.raises(ValueError, match=r"quantised Params4bit of bitsandbytes, got Parameter \(2, 4\) without"):
+    with pytest.raises(ValueError, match=r"quantised bitsandbytes Params4bit, got Parameter \(2, 4\) without"):
         tigon.FourBit.from_parameter(torch.nn.Parameter(torch.ones(2, 4)))
 
 

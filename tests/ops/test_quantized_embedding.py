@@ -100,7 +100,7 @@ CODES, SCALES, IDS = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 2).hal
         (lambda: quantized_embedding(CODES.float(), SCALES, IDS), r"codes must be \(N, D\) uint8 or int8, got"),
         (lambda: quantized_embedding(CODES, SCALES.float(), IDS), r"scale_offset must be \(4, 2\) float16, got"),
         (lambda: quantized_embedding(CODES, SCALES, IDS + 4), r"values must lie in \[0, 4\), got 4"),
-        (lambda: quantized_embedding(CODES, SCALES, IDS, dtype=torch.int32), r"dtype must be one of floats"),
+        (lambda: quantized_embedding(CODES, SCALES, IDS, dtype=torch.int32), r"dtype must be a float dtype"),
         (
             lambda: quantized_embedding(CODES, SCALES, IDS, per_sample_weights=torch.ones(2, 3, requires_grad=True)),
             r"per_sample_weights must not require a gradient",

@@ -204,8 +204,8 @@ def test_angles_that_stand_once(interleaved, R, backend, device):
     [
         ({"angles": "half"}, "rope: angles must be 'twice' or 'once', got 'half'"),
         ({"arithmetic": "bf16"}, "rope: arithmetic must be 'fp32' or 'native', got 'bf16'"),
-        ({"mrope_section": [4, 4]}, r"rope: mrope_section must be three numbers of pairs, got \(4, 4\)"),
-        ({"mrope_section": [4, 5, -1]}, r"rope: mrope_section must be three numbers of pairs, got \(4, 5, -1\)"),
+        ({"mrope_section": [4, 4]}, r"rope: mrope_section must be three pair counts, got \(4, 4\)"),
+        ({"mrope_section": [4, 5, -1]}, r"rope: mrope_section must be three pair counts, got \(4, 5, -1\)"),
     ],
 )
 def test_options_that_do_not_fit_raise_when_they_are_made(options, sentence):

@@ -98,19 +98,19 @@ EMBEDDING_BAG = Op(
         Bad(_bad(values=torch.ones(2, 3)), r"embedding_bag: values must hold integer ids, got torch.float32"),
         Bad(_bad(values=FLAT), r"embedding_bag: values must be \(B, L\), or \(M,\) with offsets, got \(6,\)"),
         Bad(_bad(offsets=FLAT), r"embedding_bag: values must be \(M,\) where offsets are given, got \(2, 3\)"),
-        Bad(_bad(values=FLAT, offsets=FLAT.int()), r"embedding_bag: offsets must be int64 of one dimension.*int32"),
+        Bad(_bad(values=FLAT, offsets=FLAT.int()), r"embedding_bag: offsets must be 1-d int64.*int32"),
         Bad(_bad(first=torch.tensor([0, 2, 5])), r"values must be \(B, 2\) or \(B, 2, L\).*got \(2, 3\)"),
-        Bad(_bad(first=torch.tensor([0])), r"field_offsets must have an entry more than there are fields, got 1 entry"),
+        Bad(_bad(first=torch.tensor([0])), r"field_offsets must have one entry more than there are fields, got"),
         Bad(
             _bad(values=FLAT, offsets=torch.arange(6), first=torch.tensor([0, 2, 5])),
-            r"offsets must have B · 2 \+ 1 entries, 2 bags a sample, got 6",
+            r"offsets must have B · 2 \+ 1 entries, 2 bags per sample, got 6",
         ),
         Bad(_bad(), r"embedding_bag: mode must be 'sum' or 'mean', got 'max'", {"mode": "max"}),
         Bad(_bad(), r"embedding_bag: grad must be 'dense' or 'rows', got 'sparse'", {"grad": "sparse"}),
         Bad(
             _bad(factors=torch.ones(2, 3)), r"mode must be 'sum' with per_sample_weights, got 'mean'", {"mode": "mean"}
         ),
-        Bad(_bad(factors=torch.ones(3)), r"per_sample_weights must be floats of the shape of values \(2, 3\), got"),
+        Bad(_bad(factors=torch.ones(3)), r"per_sample_weights must be floats with values' shape \(2, 3\), got"),
         Bad(_bad(), r"embedding_bag: padding_idx must lie in \[-5, 5\) or be None, got 5", {"padding_idx": 5}),
         Bad(
             _bad(values=torch.tensor([[0, 5]])), r"embedding_bag: values must lie in \[0, 5\), got 5", {}, True

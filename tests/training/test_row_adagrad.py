@@ -165,7 +165,7 @@ def test_a_graph_that_saved_the_table_is_told(backend, device):
 @pytest.mark.parametrize(
     ("params", "options", "sentence"),
     [
-        ([torch.ones(3)], {}, r"RowAdagrad: params must be tables \(V, D\) of floats, got \(3,\) torch.float32"),
+        ([torch.ones(3)], {}, r"RowAdagrad: params must be float tables \(V, D\), got \(3,\) torch.float32"),
         ([torch.ones(3, 2)], {"lr": -1.0}, r"RowAdagrad: lr must be at least 0 and finite, got -1.0"),
         ([torch.ones(3, 2)], {"eps": float("nan")}, r"RowAdagrad: eps must be at least 0 and finite, got nan"),
         ([{"params": [torch.ones(3, 2)], "weight_decay": -2}], {}, r"weight_decay must be at least 0 and finite"),

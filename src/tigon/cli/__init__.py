@@ -62,10 +62,10 @@ def _explain(error: Any) -> int:
         _say(str(error).rstrip("."))
         return 2
     if is_out_of_memory(error):
-        _say("there is too little memory for this; smaller files, a smaller model or smaller batches need less")
+        _say("out of memory; use smaller files, a smaller model or smaller batches")
         return 2
     if is_disk_full(error):
-        _say(f"the disk is full, or fails: {str(error).splitlines()[0]}; what was written before is intact")
+        _say(f"the disk is full or failing: {str(error).splitlines()[0]}; files written before are intact")
         return 2
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")

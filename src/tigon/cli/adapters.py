@@ -36,7 +36,7 @@ class Adapters:
         return f"{'DoRA' if self.config.use_dora else 'LoRA'} of rank {self.config.r}"
 
 
-BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
+BOTH = "--lora and saved adapters exclude each other: give a rank for new adapters, or a folder of saved ones"
 
 
 def find_adapted(
@@ -74,13 +74,13 @@ def _find_adapted(model: str, adapters: str | None, any_head: bool) -> tuple[Sou
             except Problem:  # the hub has neither a model nor adapters by this name
                 raise problem from None
     if not found.base:
-        raise Problem(f"model {model}: its {CONFIG} names no model; name the model, and --adapters {model}")
+        raise Problem(f"model {model}: {CONFIG} names no base model; pass the base model, and --adapters {model}")
     try:
         return find_model(found.base, any_head=any_head), found
     except Problem as problem:
         raise Problem(
-            f"model {model}: the model of these adapters was not found; name the model, and --adapters {model} "
-            f"({problem})"
+            f"model {model}: the base model of these adapters was not found; pass the base model, and --adapters "
+            f"{model} ({problem})"
         ) from problem
 
 
@@ -92,7 +92,7 @@ def find_adapters(name: str, option: str) -> Adapters:
     path = Path(name).expanduser()
     folder = path.parent if path.name == CONFIG else path
     if path.exists() and not (folder / CONFIG).is_file():
-        raise Problem(f"{option} {name}: the directory has no {CONFIG}, so it has no adapters")
+        raise Problem(f"{option} {name}: the directory has no {CONFIG} and therefore no adapters")
     if not path.exists() and (not HUB_ID.fullmatch(name) or name.startswith((".", "/"))):
         raise Problem(f"{option} {name}: there is no such directory")
     if not path.exists():
@@ -100,9 +100,9 @@ def find_adapters(name: str, option: str) -> Adapters:
     try:
         config = PeftConfig.from_pretrained(str(folder) if path.exists() else name)
     except Exception as error:
-        raise Problem(f"{option} {name}: PEFT cannot read its {CONFIG} ({one_line(error, 160)})") from error
+        raise Problem(f"{option} {name}: PEFT cannot read {CONFIG} ({one_line(error, 160)})") from error
     if not getattr(config, "peft_type", None):
-        raise Problem(f"{option} {name}: its {CONFIG} has no peft_type")
+        raise Problem(f"{option} {name}: {CONFIG} has no peft_type")
     place = name
     if path.exists():
         place = str(folder) if path.is_dir() and any((folder / weights).is_file() for weights in WEIGHTS) else ""

@@ -82,13 +82,13 @@ def publish(staged: Path, final: Path, *, replace: bool = False) -> None:
 def find_defect(folder: Path) -> str | None:
     """Describe a checkpoint's defect; None if the checkpoint is complete."""
     if not (folder / MANIFEST).exists():
-        return f"it has no {MANIFEST}, so it was not written to its end, or not by tigon"
+        return f"{MANIFEST} is missing: the checkpoint is incomplete, or was not written by tigon"
     try:
         files = read_manifest(folder)
     except DamagedFileError:
         files = {}
     if not files:
-        return f"its {MANIFEST} is not readable"
+        return f"{MANIFEST} cannot be read"
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():
@@ -98,9 +98,9 @@ def find_defect(folder: Path) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found["bytes"] != expected["bytes"]:
-            return f"{name} has {found['bytes']:,} bytes and must have {expected['bytes']:,}"
+            return f"{name} has {found['bytes']:,} bytes, expected {expected['bytes']:,}"
         if found.get("crc32") != expected.get("crc32"):
-            return f"the contents of {name} are not what was written (its checksum differs)"
+            return f"{name} is corrupt: the checksum differs"
     return None
 
 
@@ -116,8 +116,8 @@ def find_newest(output: Path) -> tuple[Path, list[str]]:
             return folder, notes
         notes.append(f"{folder} cannot be used: {reason}")
     if notes:
-        raise Problem(f"there is no whole checkpoint in {output} to resume from; {'; '.join(notes)}")
-    raise Problem(f"there is no checkpoint in {output} to resume from")
+        raise Problem(f"no complete checkpoint in {output} to resume from; {'; '.join(notes)}")
+    raise Problem(f"no checkpoint in {output} to resume from")
 
 
 def prune(output: Path, keep: int, *, best: str | None = None) -> None:
@@ -204,7 +204,7 @@ def lock_folder(output: Path) -> Iterator[None]:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise Problem(f"another run is at work in {output}; wait for its end, or give another --output") from None
+            raise Problem(f"another run is using {output}; wait for that run, or choose another --output") from None
         except OSError:
             pass
         else:

@@ -40,8 +40,8 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    steps: int | None = option(None, "Training steps, plain and fused each.", min=1)
-    seed: int = option(0, "Seed of weights and data order.", min=0, max=2**32 - 1)
+    steps: int | None = option(None, "Training steps per model, plain and fused.", min=1)
+    seed: int = option(0, "Seed for weights and data order.", min=0, max=2**32 - 1)
     device: str = device_option()
 
 
@@ -72,7 +72,7 @@ def demo(options: DemoOptions) -> None:
             try:
                 sides[name] = pool.submit(train_side, {**spec, "fused": name == "fused"}, blocks).result()
             except BrokenProcessPool as error:
-                raise Problem(f"the {name} side was ended, perhaps for want of memory", code=1) from error
+                raise Problem(f"the {name} side was killed, possibly out of memory", code=1) from error
         spec |= {"steps": len(sides[name]["losses"]), "seconds": None}
     show_table(sides, spec)
     difference = compute_difference(sides["plain"], sides["fused"])
@@ -102,7 +102,7 @@ def tokenize_library(size: dict[str, int], limit: int) -> tuple[Any, int]:
         if total >= limit:
             break
     if not texts:
-        raise Problem("this Python has no sources of its standard library, and the demo trains on them")
+        raise Problem("the demo trains on Python's standard library, whose source files are missing here")
     tokenizer = train_tokenizer(texts, size["vocab_size"])
     tokens: list[int] = []
     for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
@@ -186,9 +186,9 @@ def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:
         title=f"Llama, {plain['parameters'] / 1e6:,.1f}M parameters, vocabulary {spec['vocab_size']:,}, "
         f"{spec['batch_size']} × {spec['seq_len']} tokens, {spec['steps']} steps, {'bf16' if on_gpu else 'fp32'}, "
         f"{plain['device']}",
-        caption="In bf16 equal runs drift apart; the second plain run shows by how much."
+        caption="In bf16, identical runs diverge; the second plain run shows by how much."
         if on_gpu
-        else "The kernels are for GPUs; on a CPU the gain is the loss without logits and less memory.",
+        else "The kernels run on GPUs; on a CPU, fusing saves memory by computing the loss without logits.",
     )
     for name in ("", *sides, "fused against plain"):
         table.add_column(name, justify="right" if name else "left")
@@ -202,7 +202,7 @@ def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:
         values = [f"{side['losses'][step]:.4f}" for side in sides.values()]
         table.add_row(label, *values, f"{fused['losses'][step] - plain['losses'][step]:+.1e}")
     apart = [f"{compute_difference(plain, side):.1e}" if side is not plain else "" for side in sides.values()]
-    table.add_row("largest difference of loss from plain", *apart, "")
+    table.add_row("largest loss difference from plain", *apart, "")
     add_ratio("tokens/s", "tokens_per_second")
     add_ratio(f"peak memory, MiB ({'allocated' if on_gpu else 'resident'})", "peak", 2**20)
     print(fused["report"])

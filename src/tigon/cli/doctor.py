@@ -22,7 +22,7 @@ VARIABLES = (
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     json: bool = json_option()
-    check: bool = option(False, "Run every operator and compare it with fp64.")
+    check: bool = option(False, "Run every operator and compare the results with fp64.")
 
 
 def doctor(options: DoctorOptions) -> None:
@@ -109,7 +109,7 @@ def _list_paths() -> list[dict[str, Any]]:
                 path, reason = "none", str(error)
             if reason is None and path == "torch":
                 forced = os.environ.get("TIGON_BACKEND") == "torch"
-                reason = "TIGON_BACKEND=torch" if forced else "the interpreter serves only when TIGON_BACKEND=triton"
+                reason = "TIGON_BACKEND=torch" if forced else "the interpreter is used only if TIGON_BACKEND=triton"
             rows.append({"device": device, "dtype": name, "path": path, "reason": reason or ""})
     return rows
 

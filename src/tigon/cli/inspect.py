@@ -36,11 +36,11 @@ MOMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(StepOptions):
-    model: str = argument("A directory (of a model or of adapters), a config.json, a name on the hub, a preset.")
-    adapters: str | None = option(None, "Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
-    gpu: str | None = option(None, "GPU that the step must fit: 'H100 80GB', or GiB.")
+    model: str = argument("Model or adapter directory, config.json, hub name or preset.")
+    adapters: str | None = option(None, "Adapters saved by PEFT: folder, adapter_config.json or hub name.")
+    gpu: str | None = option(None, "GPU the step must fit on: a name such as 'H100 80GB', or memory in GiB.")
     why: str | None = option(
-        None, "Name of a module, as model.layers.0.mlp: only say why it was recognised, or was not."
+        None, "Module name, such as model.layers.0.mlp: print only why that module was recognised or not."
     )
     json: bool = json_option()
 
@@ -51,22 +51,22 @@ def inspect(options: InspectOptions) -> None:
     check_choice("", options, precision=PRECISIONS, optimizer=OPTIMIZERS, recompute=RECOMPUTE, quantize=QUANTIZE)
     quantize = options.quantize
     if options.lora_dropout and not options.lora:
-        raise Problem("--lora-dropout goes with --lora, the rank of adapters")
+        raise Problem("--lora-dropout requires --lora, the adapter rank")
     if quantize and options.gpus > 1:
         raise Problem(
-            f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {options.gpus}"
+            f"--quantize {quantize} requires --gpus 1: each GPU holds the whole quantised model, got {options.gpus}"
         )
     from tigon.cli.adapters import find_adapted
     from tigon.cli.model import quantized_to, quiet_transformers
 
     source, adapters = find_adapted(options.model, options.adapters, options.lora, any_head=True)
     if quantize and not (options.lora or adapters):
-        raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are quantised")
+        raise Problem("--quantize requires --lora or --adapters: only frozen layers under adapters are quantised")
     quiet_transformers()
     capacity = find_capacity(options.gpu)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
     if options.seq_len is not None and options.seq_len > limit:
-        raise Problem(f"--seq-len {options.seq_len} is beyond the {limit} positions of {options.model}")
+        raise Problem(f"--seq-len {options.seq_len} exceeds the {limit} positions of {options.model}")
     options = dataclasses.replace(
         options, seq_len=options.seq_len or min(2048, limit), quantize=quantize or quantized_to(source.config)
     )
@@ -126,12 +126,12 @@ def _measure(built: Any, source: Any, capacity: tuple[str, float] | None, as_jso
         text = f"Peak: {where}. Activations kept: at the end of the forward pass. Not counted: the CUDA context."
         console.print(text, style="dim")
     for side, reason in obstacles.items():
-        console.print(f"No step of the {side} model without data: {reason}", style="dim")
+        console.print(f"The {side} model needs data for a step: {reason}", style="dim")
     if capacity and fits:
         words = "; ".join(f"{side} {told}" for side, told in fits.items())
         console.print(f"On {capacity[0]}, {capacity[1] / 2**30:.1f} GiB: {words}")
     elif sides:
-        console.print("Whether that fits: --gpu 'H100 80GB', or a number of GiB", style="dim")
+        console.print("To check whether the step fits: --gpu 'H100 80GB', or memory in GiB", style="dim")
 
 
 def _get_inner(model: Any) -> Any:
@@ -153,7 +153,7 @@ def _make_table(sides: dict[str, StepMemory]) -> Any:
 
     from tigon.fusion.memory.estimate import PARTS
 
-    table = Table(title="Memory of a GPU at the peak of the step", title_justify="left")
+    table = Table(title="Peak GPU memory during the step", title_justify="left")
     table.add_column("")
     for side in sides:
         table.add_column(side, justify="right")

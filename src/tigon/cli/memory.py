@@ -40,23 +40,25 @@ class StepOptions:
 
     batch_size: int = option(1, "Sequences per GPU in one step.", "--batch-size", "--batch", min=1)
     seq_len: int | None = option(
-        None, "Tokens per sequence; by default 2048, or what positions allow.", "--seq-len", "--seq", min=2
+        None,
+        "Tokens per sequence; default: 2048, or fewer if the model has fewer positions.",
+        "--seq-len",
+        "--seq",
+        min=2,
     )
     precision: str = option("bf16", f"{', '.join(PRECISIONS)}; bf16 and fp16 are autocast.")
     optimizer: str = option("adamw", f"{', '.join(OPTIMIZERS)}.")
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass.", "--gradient-checkpointing", "--checkpointing"
     )
-    recompute: str = option("auto", f"{', '.join(RECOMPUTE)}: what the fused model computes again.")
-    offload: bool = option(False, "Fused: keep what is saved in host memory.")
+    recompute: str = option("auto", f"{', '.join(RECOMPUTE)}: activations that the fused model recomputes.")
+    offload: bool = option(False, "Fused model: offload saved activations to host memory.")
     lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
     lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
-    quantize: str | None = option(
-        None, f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits, or 8."
-    )
+    quantize: str | None = option(None, f"{', '.join(QUANTIZE)}: 4-bit or 8-bit frozen linear layers under adapters.")
     attention: str | None = option(None, "sdpa, eager, flash_attention_2, …")
-    gpus: int = option(1, "GPUs that weights, gradients and states are sharded over.", min=1)
+    gpus: int = option(1, "GPUs to shard weights, gradients and optimizer states over.", min=1)
 
     def words(self, adapters: Adapters | None = None) -> str:
         """Describe the step. adapters: saved adapters, in place of --lora."""
@@ -186,13 +188,13 @@ def find_capacity(text: str | None) -> tuple[str, float] | None:
         return device.name, float(device.total_memory)
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gib|gb)?\s*", text, re.IGNORECASE)
     if number:
-        return f"a GPU of {float(number[1]):g} GiB", float(number[1]) * GIB
+        return f"a GPU with {float(number[1]):g} GiB", float(number[1]) * GIB
     wanted = _plain(text)
     found = [name for name in GPUS if _plain(name) == wanted] or [
         n for n in GPUS if wanted and _plain(n).startswith(wanted)
     ]
     if len(found) != 1:
-        among = " or ".join(found) if found else "one of " + ", ".join(GPUS) + ", or a number of GiB"
+        among = " or ".join(found) if found else "one of " + ", ".join(GPUS) + ", or memory in GiB"
         raise Problem(f"--gpu must be {among}, got {text}")
     return found[0].upper(), GPUS[found[0]] * GIB
 

@@ -66,7 +66,7 @@ def find_model(name: str, *, any_head: bool = False) -> Source:
     elif HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
         source = _from_hub(name)
     else:
-        raise Problem(f"model {name}: there is no such directory, and it is neither a preset nor a name on the hub")
+        raise Problem(f"model {name}: not a directory, a preset or a hub name")
     return _with_head(source, any_head)
 
 
@@ -74,17 +74,17 @@ def _from_path(path: Path) -> Source:
     file = path / "config.json" if path.is_dir() else path
     if is_adapters_folder(path):
         raise Problem(
-            f"model {path}: the directory has adapters, not a model; merge them and save the result: "
+            f"model {path}: the directory holds adapters, not a model; merge the adapters and save the result: "
             f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
         )
     if not file.is_file():
         if any(path.glob("checkpoint-*")):
-            raise Problem(f"model {path}: the run in this directory has not ended; name one of its checkpoints")
+            raise Problem(f"model {path}: the run in this directory has not finished; pass one of its checkpoints")
         raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
     fields = read_json(file)
     check_manifest(file.parent, [file.name, *(p.name for pattern in TOKENIZER for p in file.parent.glob(pattern))])
     if "model_type" not in fields:
-        raise Problem(f"model {path}: {file.name} has no model_type, so it is not the configuration of a model")
+        raise Problem(f"model {path}: {file.name} has no model_type, so it is not a model configuration")
     from transformers import AutoConfig
 
     try:
@@ -113,7 +113,7 @@ def _from_hub(name: str) -> Source:
     except Exception as error:
         known = "" if "/" in name else f", nor a preset ({', '.join(PRESETS)})"
         raise Problem(
-            f"model {name}: not a directory{known}, and the Hugging Face hub gave no configuration for it "
+            f"model {name}: not a directory{known}, and the Hugging Face hub returned no configuration "
             f"({one_line(error, 160)})"
         ) from error
     return Source(name, "hub", config, weights=True)
@@ -218,7 +218,7 @@ def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
         found = auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
         return cast("PreTrainedModel", found)
     except Exception as error:
-        raise Problem(f"model {source.name}: its weights cannot be loaded ({one_line(error)})") from error
+        raise Problem(f"model {source.name}: the weights cannot be loaded ({one_line(error)})") from error
 
 
 def load_tokenizer(name: str, option: str) -> Any:
@@ -228,7 +228,7 @@ def load_tokenizer(name: str, option: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(os.path.expanduser(name))
     except Exception as error:
-        raise Problem(f"{option} {name}: there is no tokenizer that can be loaded ({one_line(error, 160)})") from error
+        raise Problem(f"{option} {name}: no tokenizer can be loaded ({one_line(error, 160)})") from error
 
 
 def _folder(source: Source) -> str:

@@ -44,9 +44,9 @@ def check_output_file(
         return
     for path in map(Path, inputs):
         if path.exists() and is_within(file, path):
-            raise Problem(f"{option} {file} is among the files that are read; give another one")
+            raise Problem(f"{option} {file} is an input file; choose another file")
     if not overwrite:
-        raise Problem(f"{option} {file} is there; --overwrite replaces it")
+        raise Problem(f"{option} {file} already exists; --overwrite replaces it")
 
 
 def check_output_folder(
@@ -64,13 +64,13 @@ def check_output_folder(
     check_writable(folder, option)
     for path in map(Path, inputs):
         if path.exists() and is_within(path, folder):
-            raise Problem(f"{option} {folder} holds {path}, which is read; give another folder")
+            raise Problem(f"{option} {folder} contains the input {path}; choose another folder")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not is_own(folder):
-        raise Problem(f"{option} {folder} holds files of another kind; give another folder")
+        raise Problem(f"{option} {folder} contains unrelated files; choose another folder")
     if not overwrite:
-        raise Problem(f"{option} {folder} is there; --overwrite replaces what it holds")
+        raise Problem(f"{option} {folder} already exists; --overwrite replaces its contents")
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def check_writable(folder: Path, option: str) -> None:
     """Raise a Problem if a folder, which need not exist yet, would not be writable. Leaves no trace."""
     try:
         if folder.exists() and not folder.is_dir():
-            raise Problem(f"{option} {folder}: there is a file of that name")
+            raise Problem(f"{option} {folder}: a file with that name exists")
         place = folder
         while not place.exists():
             place = place.parent
@@ -72,7 +72,7 @@ def find_device(name: str, command: str | None = None) -> Any:
     if name not in ("auto", "cpu", "cuda"):
         raise Problem(f"{said} must be auto, cpu or cuda, got {name}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise Problem(f"{said} cuda: PyTorch finds no CUDA or ROCm device; `tigon doctor` says more")
+        raise Problem(f"{said} cuda: PyTorch finds no CUDA or ROCm device; run `tigon doctor` for details")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -32,9 +32,9 @@ class RunOptions:
 
     output: Path
     resume: bool = option(False, "Resume from the latest complete checkpoint in --output, with its original options.")
-    overwrite: bool = option(False, "Delete the run that is in --output.")
+    overwrite: bool = option(False, "Delete the existing run in --output.")
     device: str = device_option()
-    seed: str = option("0", "Seeds, separated by commas: a model of each, and their mean and spread.")
+    seed: str = option("0", "Seeds, separated by commas: one model per seed, with mean and spread.")
 
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
@@ -62,7 +62,7 @@ class Run(Generic[OptionsT]):
         if options.resume:
             self.record = read_record(self.NAME, self.output)
             if "results" in self.record:
-                raise Problem(f"{self.NAME}: the run in {self.output} is at its end")
+                raise Problem(f"{self.NAME}: the run in {self.output} is complete")
             self.options = restore_options(options, self.record["options"])
         else:
             self.options = self.complete(options)
@@ -74,7 +74,7 @@ class Run(Generic[OptionsT]):
             digest = self.read()
         if options.resume:
             if self.record["data"] != digest:
-                raise Problem(f"{self.NAME}: the data is not what the run in {self.output} was trained on")
+                raise Problem(f"{self.NAME}: the data differs from the training data of the run in {self.output}")
         else:
             chosen = self.choose()
             self.options = dataclasses.replace(self.options, **chosen)
@@ -120,7 +120,7 @@ class Run(Generic[OptionsT]):
         """Print the options that `choose` has set."""
         if chosen := self.record.get("chosen"):
             words = ", ".join(f"{name.replace('_', ' ')} {getattr(self.options, name)}" for name in chosen)
-            self.console.print(f"chosen from {count:,} {unit}: {words}; options of these names override them")
+            self.console.print(f"chosen for {count:,} {unit}: {words}; override with the options of the same names")
 
     def finish_stage(self, stage: str, found: dict[str, Any]) -> None:
         """Record a stage's results. Its checkpoints are no longer needed."""
@@ -149,7 +149,7 @@ def finish_record(output: Path, record: dict[str, Any], results: dict[str, Any],
 def stop(command: str, output: Path, where: str, signal: int) -> NoReturn:
     """End a command after a signal, with the command that resumes the run."""
     resume = f"tigon {command} --resume --output {shlex.quote(str(output))}"
-    raise Problem(f"stopped {where}, with a checkpoint; go on by: {resume}", code=128 + signal)
+    raise Problem(f"stopped {where}, with a checkpoint; resume with: {resume}", code=128 + signal)
 
 
 def read_record(command: str, output: Path) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def read_record(command: str, output: Path) -> dict[str, Any]:
     Raises: Problem if there is none, or if the record is from another command.
     """
     if not (output / RECORD).exists():
-        raise Problem(f"{command}: there is no run in {output} to resume: it has no {RECORD}")
+        raise Problem(f"{command}: no run in {output} to resume: {RECORD} is missing")
     found: dict[str, Any] = read_json(output / RECORD)
     if found.get("kind") != command or not isinstance(found.get("options"), dict):
         raise Problem(f"{command}: {output / RECORD} is not the record of a run of tigon {command}")
@@ -170,11 +170,11 @@ def check_free(command: str, output: Path, overwrite: bool) -> None:
     check_writable(output, "--output")
     if output.exists() and any(path.name != LOCK for path in output.iterdir()):
         if not (output / RECORD).exists():
-            raise Problem(f"{command}: --output {output} holds files that no run wrote; give another --output")
+            raise Problem(f"{command}: --output {output} contains files that no run wrote; choose another --output")
         read_record(command, output)
         if not overwrite:
             raise Problem(
-                f"{command}: --output {output} holds a run: --resume goes on with it, --overwrite replaces it"
+                f"{command}: --output {output} contains a run: --resume continues the run, --overwrite replaces it"
             )
 
 

@@ -32,17 +32,17 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    model: str = argument("A directory (of a model or of adapters), a config.json, a name on the hub, a preset.")
-    layers: int = option(2, "How many of the layers to build; 0 for all.", min=0)
-    full_width: bool = option(False, "Keep the widths of a model that has no weights.")
+    model: str = argument("Model or adapter directory, config.json, hub name or preset.")
+    layers: int = option(2, "Number of layers to build; 0 builds all layers.", min=0)
+    full_width: bool = option(False, "Keep the original widths of a model without weights.")
     dtype: str = option("float32", f"{', '.join(DTYPES)}.")
     device: str = device_option()
     batch_size: int = option(2, "Sequences.", min=1)
     seq_len: int = option(64, "Tokens per sequence.", min=2)
-    lora: int | None = option(None, "Put LoRA adapters of this rank on the model.", min=1)
+    lora: int | None = option(None, "Add LoRA adapters with this rank to the model.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
-    adapters: str | None = option(None, "Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
-    seed: int = option(0, "Seed of tokens and of random weights.", min=0, max=2**32 - 1)
+    adapters: str | None = option(None, "Adapters saved by PEFT: folder, adapter_config.json or hub name.")
+    seed: int = option(0, "Seed for tokens and random weights.", min=0, max=2**32 - 1)
     json: bool = json_option()
 
 
@@ -78,7 +78,7 @@ def verify(options: VerifyOptions) -> None:
     ids = torch.randint(vocab, (options.batch_size, options.seq_len), device=device)
     labels = ids.clone()
     labels[:, : options.seq_len // 8] = -100  # a prompt, excluded from the loss
-    with console.status("running it in fp64, plain and fused"):
+    with console.status("running the model in fp64, plain and fused"):
         exact = _compute_gradients(_widen(model), ids, labels)
         plain = _compute_gradients(model, ids, labels)
         fusion = fuse(model)
@@ -102,7 +102,7 @@ def verify(options: VerifyOptions) -> None:
     console.print("plain and fused agree: no difference is above rounding")
     if reason is not None:
         console.print(
-            f"No kernel was tested: {reason}, so the fused model ran by PyTorch's own operators. Verify on a GPU, or "
+            f"No kernel was tested: {reason}, so the fused model ran on PyTorch operators. Verify on a GPU, or "
             "set TRITON_INTERPRET=1 and TIGON_BACKEND=triton to interpret the kernels.",
             style="yellow",
         )
@@ -115,7 +115,7 @@ def _explain_kernels(ids: Any, dtype: torch.dtype) -> str | None:
     from tigon.kernels import use_triton, why_not_triton
 
     sample = torch.empty(1, dtype=dtype, device=ids.device)
-    return None if use_triton(sample) else why_not_triton(sample) or "the interpreter serves only when it is forced"
+    return None if use_triton(sample) else why_not_triton(sample) or "the interpreter is used only when forced"
 
 
 def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> Any:
@@ -252,7 +252,7 @@ def _make_table(rows: list[dict[str, Any]], title: str) -> Any:
     from rich.text import Text
 
     equal, differs = Text("equal", style="green"), Text("differs", style="red")
-    table = Table(title=title, caption="error: distance from the fp64 result, relative to its size; the worst of a row")
+    table = Table(title=title, caption="error: relative distance from the fp64 result; the largest in each row")
     table.add_column("loss, and gradients of")
     for column in ("tensors", "|fused − plain|", "error, plain", "error, fused", "bound", ""):
         table.add_column(column, justify="right")

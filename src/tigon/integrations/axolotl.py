@@ -56,7 +56,7 @@ class TigonArgs(BaseModel):
             others += [name for name in LORA_KERNELS if data.get(name)]
         if others:
             raise ValueError(
-                f"TigonPlugin: {', '.join(others)} must be off, since Tigon takes its place, got true; "
+                f"TigonPlugin: {', '.join(others)} must be off, since Tigon replaces it, got true; "
                 "or remove TigonPlugin from plugins."
             )
         return data

@@ -41,8 +41,8 @@ class MicroBatchSAMCallback(TrainerCallback):
             raise TypeError(f"MicroBatchSAMCallback: trainer must be a Trainer, got {type(trainer).__name__}.")
         if hasattr(trainer, "_buffered_inputs"):
             raise TypeError(
-                f"MicroBatchSAMCallback: {type(trainer).__name__} generates batches in its training_step, of which a "
-                "second pass would take the next one."
+                f"MicroBatchSAMCallback: {type(trainer).__name__} generates batches in its training_step, so a second "
+                "pass would use the next batch."
             )
         self.trainer = trainer
         self.rho, self.adaptive, self.eta = check_finite("rho", rho), adaptive, check_finite("eta", eta)
@@ -51,7 +51,7 @@ class MicroBatchSAMCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(self.trainer, "is_deepspeed_enabled", False):
-            raise TypeError("MicroBatchSAMCallback: DeepSpeed keeps the gradients to itself; use DDP or FSDP2.")
+            raise TypeError("MicroBatchSAMCallback: DeepSpeed does not expose the gradients; use DDP or FSDP2.")
         refuse_fsdp1(self.trainer.model_wrapped)
         held = vars(self.trainer)
         if self._put is not None and held.get("training_step") is self._put:

@@ -114,7 +114,7 @@ else:
         def __init__(self, config: Config, *, compile_config: Any = None) -> None:
             if type(config.loss_fn) is not CrossEntropyLoss.Config:
                 raise ValueError(
-                    "LinearCrossEntropyLoss: loss_fn must be a CrossEntropyLoss.Config, since it takes its place, got "
+                    "LinearCrossEntropyLoss: loss_fn must be a CrossEntropyLoss.Config, which this loss replaces, got "
                     f"{type(config.loss_fn).__qualname__}."
                 )
             super().__init__(config, compile_config=compile_config)

@@ -23,14 +23,14 @@ except ImportError as error:
     raise ImportError(f"tigon.integrations.trainer needs transformers: {install('hf')}.") from error
 
 LIGER = (
-    "use_liger_kernel=True: Liger-Kernel has replaced parts of the model, and Tigon leaves these to it. Set "
-    "use_liger_kernel=False to have all of the model run in Tigon."
+    "use_liger_kernel=True: Liger-Kernel has replaced parts of the model, and Tigon leaves these alone. Set "
+    "use_liger_kernel=False to run the whole model in Tigon."
 )
 TRL = (
-    "this trainer computes its loss from the head's weight, not by the model: the layers run fused, the loss is TRL's "
-    "own. Call tigon.integrations.trl.fuse(trainer) in place of this callback to have both."
+    "this trainer computes its loss from the head's weight, not by the model: the layers run fused, but the loss is "
+    "TRL's. Call tigon.integrations.trl.fuse(trainer) in place of this callback to fuse both."
 )
-WHOLE_LOGITS = "the first step built the logits, which the loss of a model that tigon.fuse has fused spares"
+WHOLE_LOGITS = "the first step built the logits, which the loss of a fused model avoids"
 
 
 def _why_whole(args: Any) -> str:
@@ -39,8 +39,8 @@ def _why_whole(args: Any) -> str:
     if not smoothing:
         return ""
     return (
-        f"label_smoothing_factor={smoothing} takes the labels from the model, and the Trainer's smoother reads all "
-        "logits. tigon.linear_cross_entropy(…, label_smoothing=…) in a compute_loss of your own does not"
+        f"label_smoothing_factor={smoothing} withholds the labels from the model, and the Trainer's label smoother "
+        "reads all logits. tigon.linear_cross_entropy(…, label_smoothing=…) in your own compute_loss does not"
     )
 
 
@@ -90,8 +90,8 @@ class TigonCallback(TrainerCallback):
         report = self.fusion.report()
         if not report.calls:
             warnings.warn(
-                "nothing of what tigon.fuse replaced ran in the first step: does the trainer train another model, or a "
-                "copy? Print TigonCallback.report() to see what was replaced.",
+                "no module that tigon.fuse replaced ran in the first step: does the trainer train another model, or a "
+                "copy? Print TigonCallback.report() to list the replaced modules.",
                 stacklevel=2,
             )
             return

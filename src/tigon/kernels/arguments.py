@@ -26,8 +26,8 @@ def check_no_shape(name: str, weight: Any) -> None:
     """Raise a ValueError if torch's normalized_shape was passed as the weight."""
     if isinstance(weight, int | tuple | list):
         raise ValueError(
-            f"{name}: weight must be a tensor, got {weight}: where torch.nn.functional.{name} takes normalized_shape, "
-            "this is always the last dimension of x."
+            f"{name}: weight must be a tensor, got {weight}: normalized_shape of torch.nn.functional.{name} is always "
+            "the last dimension of x here."
         )
 
 

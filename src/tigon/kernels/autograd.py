@@ -219,8 +219,8 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
-            "tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own. "
-            "Operators on tensors have one `with tigon.use_backend('torch')`; losses of a head have none."
+            "tigon: trying to differentiate twice: the gradient of a fused operator is not differentiable. Operators "
+            "on tensors can be differentiated twice `with tigon.use_backend('torch')`; head losses cannot."
         )
 
 

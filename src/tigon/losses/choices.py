@@ -71,7 +71,7 @@ def choice(
     if weights is not None:
         if weights.shape != losses.shape or weights.device != losses.device:
             raise ValueError(
-                f"{name}: weights must be {tuple(losses.shape)} on {losses.device}, one a row, got "
+                f"{name}: weights must be {tuple(losses.shape)} on {losses.device}, one per row, got "
                 f"{tuple(weights.shape)} on {weights.device}."
             )
         losses = losses * weights.detach().to(losses.dtype)
@@ -147,7 +147,7 @@ def _parse_choices(name: str, choices: Tensor | Sequence[int], weight: Tensor) -
         given, V = choices.tolist(), weight.shape[0]
         wrong = [k for k in given if not 0 <= k < V]
         if wrong:
-            raise ValueError(f"{name}: choices must lie in [0, {V}), the classes of the head, got {wrong[0]}.")
+            raise ValueError(f"{name}: choices must lie in [0, {V}), the head's classes, got {wrong[0]}.")
         if len(set(given)) < len(given):
             raise ValueError(f"{name}: choices must hold each class once, got {given}.")
     return choices.to(weight.device, torch.int64, non_blocking=True)

@@ -188,7 +188,7 @@ def _blocks_for(z: Tensor, groups: Any) -> list[_Block]:
     n = len(z)
     if isinstance(groups, Tensor):
         if groups.shape != (n,):
-            raise ValueError(f"coding_rate: groups must be ({n},) labels, one a row of z, got {tuple(groups.shape)}.")
+            raise ValueError(f"coding_rate: groups must be ({n},) labels, one per row of z, got {tuple(groups.shape)}.")
         groups = RowGroups.from_labels(groups)
     elif isinstance(groups, (tuple, list)) and len(groups) in (2, 3):
         groups = RowGroups(*groups)
@@ -198,7 +198,7 @@ def _blocks_for(z: Tensor, groups: Any) -> list[_Block]:
             f"{type(groups).__name__}."
         )
     if groups._rows not in (None, n):
-        raise ValueError(f"coding_rate: groups must be of {n:,} labels, one a row of z, got {groups._rows:,}.")
+        raise ValueError(f"coding_rate: groups must have {n:,} labels, one per row of z, got {groups._rows:,}.")
     if groups._least > n:
         raise ValueError(
             f"coding_rate: groups must have members below {n:,}, the rows of z, got {groups._least - 1:,}."
@@ -298,9 +298,9 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 def _check_integers(argument: str, t: Tensor) -> None:
     if t.dim() != 1 or t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
-        raise ValueError(f"RowGroups: {argument} must be a line of integers, got {tuple(t.shape)} {t.dtype}.")
+        raise ValueError(f"RowGroups: {argument} must be 1-d integers, got {tuple(t.shape)} {t.dtype}.")
     if t.numel() and not is_concrete(t):
-        raise ValueError(f"RowGroups: {argument} must hold numbers, got a tensor without: prepare outside of graphs.")
+        raise ValueError(f"RowGroups: {argument} must hold data, got a tensor without data: prepare outside of graphs.")
 
 
 def _format(t: Tensor) -> str:

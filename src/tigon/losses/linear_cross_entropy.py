@@ -110,7 +110,7 @@ def linear_cross_entropy(
 def _check_main_grad(main_grad: Tensor, weight: Tensor, dtype: torch.dtype, reduction: str) -> None:
     name = "linear_cross_entropy"
     if torch.compiler.is_compiling():
-        raise ValueError(f"{name}: main_grad is written to in place, which is not for torch.compile.")
+        raise ValueError(f"{name}: main_grad is updated in place, which torch.compile does not support.")
     if reduction == "none":
         raise ValueError(f"{name}: main_grad goes with reduction='mean' and 'sum', got 'none'.")
     if main_grad.shape != weight.shape or main_grad.dtype != dtype or main_grad.device != weight.device:

@@ -63,12 +63,12 @@ def token_loss(
         theirs = _parse_reference(name, reference, head, inputs, chunks.accumulate)
     stacks = family.group_size()
     if stacks > 1 and x.shape[0] % stacks:
-        raise ValueError(f"{name}: x must hold {stacks} stacks of equal size, got {x.shape[0]} sequences.")
+        raise ValueError(f"{name}: x must hold {stacks} equal stacks, got {x.shape[0]} sequences.")
     # Detached: a graph behind advantages or a reference would live as long as the loss.
     own = [t.detach() if t.requires_grad else t for t in tensors if t is not None]
     for field, t in zip(family.given, own, strict=True):
         if t.device != x.device and t.dim():  # a kernel would read a host address; a 0-d tensor may be on the host
-            raise ValueError(f"{name}: {field} must be on the device of x, {x.device}, got {t.device}.")
+            raise ValueError(f"{name}: {field} must be on x's device {x.device}, got {t.device}.")
     lengths = _count_lengths(name, chunks.valid_tokens, target, inputs.ignore_index)
     valid = sum(lengths) if lengths else -1
     plan = plan_walk(inputs, chunks, valid, row_bytes=inputs.compute.itemsize, one_chunk_saves_dw=True)

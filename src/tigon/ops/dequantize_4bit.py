@@ -81,7 +81,7 @@ class FourBit:
         state = getattr(weight, "quant_state", None)
         if state is None:
             raise ValueError(
-                f"FourBit: weight must be a quantised Params4bit of bitsandbytes, got {type(weight).__name__} "
+                f"FourBit: weight must be a quantised bitsandbytes Params4bit, got {type(weight).__name__} "
                 f"{tuple(weight.shape)} without quant_state; move the layer to its device first."
             )
         nested = None

@@ -94,7 +94,7 @@ def qk_norm_rope(
         check_tensors("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
     if q_weight.shape != (D,) or k_weight.shape != (D,) or q_weight.dtype != k_weight.dtype:
         raise ValueError(
-            f"qk_norm_rope: q_weight and k_weight must both be ({D},), of one dtype, got {tuple(q_weight.shape)} "
+            f"qk_norm_rope: q_weight and k_weight must both be ({D},) with one dtype, got {tuple(q_weight.shape)} "
             f"{q_weight.dtype} and {tuple(k_weight.shape)} {k_weight.dtype}."
         )
     if not use_triton(q, k, q_weight, k_weight, cos, sin):

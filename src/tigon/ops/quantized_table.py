@@ -45,7 +45,9 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"quantize_rows: weight must be (N, D) floats, got {tuple(weight.shape)} {weight.dtype}.")
     w = weight.detach().double()
     if w.numel() and not bool((w.abs() <= LARGEST).all()):  # also rejects NaN
-        raise ValueError("quantize_rows: weight must be finite and within ±65504, as its scales are fp16, got others.")
+        raise ValueError(
+            "quantize_rows: weight must be finite and within ±65504, as its scales are fp16, got other values."
+        )
     N, D = w.shape
     if not w.numel():
         return weight.new_empty((N, D), dtype=torch.uint8), weight.new_zeros((N, 2), dtype=torch.float16)
@@ -108,13 +110,13 @@ def quantized_embedding(
         )
     if scale_offset.device != codes.device:
         raise ValueError(
-            f"{name}: scale_offset must be on the device of the codes, {codes.device}, got {scale_offset.device}."
+            f"{name}: scale_offset must be on the codes' device {codes.device}, got {scale_offset.device}."
         )
     if not dtype.is_floating_point:
-        raise ValueError(f"{name}: dtype must be one of floats, got {dtype}.")
+        raise ValueError(f"{name}: dtype must be a float dtype, got {dtype}.")
     for what, t in (("scale_offset", scale_offset), ("per_sample_weights", per_sample_weights)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: {what} must not require a gradient, which codes of 8 bits have none of.")
+            raise ValueError(f"{name}: {what} must not require a gradient, which 8-bit codes do not have.")
     offsets = complete_offsets(values, offsets, include_last_offset)
     padding = check_bags(name, codes, values, offsets, mode, per_sample_weights, padding_idx, field_offsets)
     # use_triton expects float tensors: scale_offset is on the codes' device. A fp64 result is rejected if kernels are

@@ -65,7 +65,7 @@ class Rope:
             section = tuple(self.mrope_section)  # lists are not hashable
             object.__setattr__(self, "mrope_section", section)
             if len(section) != 3 or min(section) < 0:
-                raise ValueError(f"rope: mrope_section must be three numbers of pairs, got {section}.")
+                raise ValueError(f"rope: mrope_section must be three pair counts, got {section}.")
 
     def spread(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin with each pair's angle twice."""

@@ -32,11 +32,13 @@ def checked_target(
 ) -> Tensor:
     """Return target through `as_labels`. Raises: ValueError for an invalid target or a value that is no class."""
     if target.shape != shape:
-        raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
+        raise ValueError(
+            f"{name}: target must have shape {tuple(shape)}, one class per row, got {tuple(target.shape)}."
+        )
     if target.dtype.is_floating_point or target.dtype == torch.bool or target.dtype.is_complex:
         raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
     if target.device != device:  # a kernel would read a host address
-        raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
+        raise ValueError(f"{name}: target must be on the logits' device {device}, got {target.device}.")
     target = as_labels(target, ignore_index)
     # Reading values stalls a GPU, so GPUs check only with TIGON_CHECKS=1; otherwise the kernels return NaN.
     if (CHECKS or target.device.type == "cpu") and is_concrete(target):

@@ -177,7 +177,7 @@ class MicroBatchSAM(Optimizer):
 
 def check_finite(name: str, value: float) -> float:
     if not 0.0 <= float(value) < float("inf"):
-        raise ValueError(f"MicroBatchSAM: {name} must be a finite number of at least 0, got {value}.")
+        raise ValueError(f"MicroBatchSAM: {name} must be finite and at least 0, got {value}.")
     return float(value)
 
 

@@ -98,7 +98,7 @@ def _check(grads: Sequence[Tensor]) -> None:
     if not grads:
         raise RuntimeError(
             "MicroBatchSAM: the first pass left no gradient. The loss must depend on the optimizer's parameters, and "
-            "nothing (DeepSpeed, an optimizer in the backward pass) may take the gradients away."
+            "nothing (DeepSpeed, an optimizer in the backward pass) may clear the gradients."
         )
     if any(g.layout != torch.strided for g in grads):
         raise TypeError("MicroBatchSAM: gradients must be dense, got a sparse one: nn.Embedding(..., sparse=False).")

@@ -76,7 +76,7 @@ class RowAdagrad(Optimizer):
         for p in group["params"]:
             if p.dim() != 2 or not p.is_floating_point():
                 self.param_groups.pop()
-                raise ValueError(f"RowAdagrad: params must be tables (V, D) of floats, got {tuple(p.shape)} {p.dtype}.")
+                raise ValueError(f"RowAdagrad: params must be float tables (V, D), got {tuple(p.shape)} {p.dtype}.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved optimizer's state and options; accumulators stay fp32 for 16-bit tables.

@@ -51,7 +51,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bo
     """
     if mesh.ndim != 1:
         raise ValueError(
-            f"tensor_parallel: mesh must have one dimension, got {mesh.ndim}; of a mesh of several give mesh['tp']."
+            f"tensor_parallel: mesh must have one dimension, got {mesh.ndim}; if the mesh has several, pass mesh['tp']."
         )
     plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
     check_heads(model, mesh.size())
@@ -115,7 +115,7 @@ def _style(model: str, name: str, style: str, sequence: bool) -> ParallelStyle:
     if style in HEAD_NORM:
         return SequenceParallel(sequence_dim=2, use_local_output=True)  # in (B, T, H, head_dim) the heads are split
     raise ValueError(
-        f"tensor_parallel_plan: {model} wants the style {style!r} for {name}, which has no counterpart here."
+        f"tensor_parallel_plan: {model} needs the style {style!r} for {name}, which Tigon does not support."
     )
 
 
@@ -127,7 +127,7 @@ def _add_sequence(model: Any, prefix: str, plan: dict[str, ParallelStyle]) -> No
         rest = set(children) - norms - {"self_attn", "mlp"}
         if rest or not {"self_attn", "mlp"} <= set(children):
             raise ValueError(
-                f"tensor_parallel_plan: sequence parallelism knows layers of self_attn, mlp and norms; {layer} of "
+                f"tensor_parallel_plan: sequence parallelism supports layers with self_attn, mlp and norms; {layer} of "
                 f"{type(model).__name__} has {', '.join(sorted(children))}."
             )
         plan |= {f"{layer}.{norm}": SequenceParallel() for norm in children if norm in norms}

@@ -29,7 +29,7 @@ def read_data(options: TrainOptions) -> tuple[Any, Any]:
     if trainer.disable_tqdm:
         datasets.disable_progress_bars()
     if data.dataset_streaming and data.test_split_size:
-        raise Problem("--test_split_size holds out rows of data that is read whole, and --dataset_streaming does not")
+        raise Problem("--test_split_size cannot go with --dataset_streaming, which does not read the whole data set")
     splits = _load(data)
     if data.test_split_size:
         parts = splits[data.dataset_train_split].train_test_split(data.test_split_size, seed=trainer.seed)
@@ -39,7 +39,7 @@ def read_data(options: TrainOptions) -> tuple[Any, Any]:
         if name not in splits:
             raise Problem(
                 f"--dataset_name {data.dataset_name} has no split {name}, only {', '.join(splits)}; --test_split_size "
-                "0.02 holds out a fiftieth of the training split"
+                "0.02 holds out 2 % of the training split"
             )
     train, test = splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None
     return _check_rows(train, options), None if test is None else _check_rows(test, options)
@@ -67,9 +67,9 @@ def find_files(name: str) -> list[Path]:
     else:
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     if not files:
-        raise Problem(f"--dataset_name {name}: there is no file of {', '.join(READERS)}")
+        raise Problem(f"--dataset_name {name}: no file ends in {', '.join(READERS)}")
     if len({READERS.get(file.suffix.lower()) for file in files}) > 1:
-        raise Problem(f"--dataset_name {name}: the files are of several kinds, {files[0].name} and others")
+        raise Problem(f"--dataset_name {name}: the files have different formats, {files[0].name} and others")
     return files
 
 

@@ -35,14 +35,14 @@ DEFAULTS = {"output_dir": "tigon-run", "logging_nan_inf_filter": False}
 class DataArguments:
     dataset_name: str = field(
         metadata={
-            "help": "A file (txt, md, py, json, jsonl, csv, parquet), a folder or a quoted pattern of such files, a "
-            "folder of save_to_disk, or a data set of the hub."
+            "help": "File (txt, md, py, json, jsonl, csv, parquet), folder or quoted glob pattern of such files, "
+            "save_to_disk folder, or hub data set."
         }
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set of the hub."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on (--eval_strategy)."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Read rows while training needs them."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Stream rows during training."})
     test_split_size: float = field(
         default=0.0, metadata={"help": "Fraction of the training split that is held out as the test split."}
     )
@@ -52,45 +52,54 @@ class DataArguments:
 class FuseArguments:
     fuse: bool = field(default=True, metadata={"help": "Train with tigon.fuse; --no_fuse trains without."})
     recompute: Literal["auto", "none", "product", "cheap", "mlp"] = field(
-        default="auto", metadata={"help": "What the backward pass of a fused model computes again."}
+        default="auto", metadata={"help": "Activations that the backward pass of a fused model recomputes."}
     )
-    offload: bool = field(default=False, metadata={"help": "Keep what the forward pass saves in host memory."})
+    offload: bool = field(default=False, metadata={"help": "Offload saved activations to host memory."})
     shared_prefix: Literal["auto", "true", "false"] = field(
         default="auto",
-        metadata={"help": "For dpo, grpo, rloo: compute a prompt once for all its answers. auto: where it pays."},
+        metadata={
+            "help": "For dpo, grpo, rloo: compute a prompt once for all its completions. auto: where that is faster."
+        },
     )
     tokenizer_name_or_path: str | None = field(
-        default=None, metadata={"help": "The tokenizer: by default the model's, for a preset one trained on the data."}
+        default=None,
+        metadata={"help": "Tokenizer; default: the model's, or for a preset, a tokenizer trained on the data."},
     )
-    vocab_size: int = field(default=32768, metadata={"help": "Largest vocabulary of a tokenizer trained on the data."})
+    vocab_size: int = field(default=32768, metadata={"help": "Maximum vocabulary of a tokenizer trained on the data."})
 
 
 @dataclass(frozen=True)
 class RewardArguments:
     reward_funcs: list[str] = field(
-        default_factory=list, metadata={"help": "Functions to maximise, by their import paths: rewards.score."}
+        default_factory=list, metadata={"help": "Reward functions to maximise, as import paths such as rewards.score."}
     )
-    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A model whose score is a reward."})
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Model whose score is used as a reward."}
+    )
 
 
 @dataclass(frozen=True)
 class RankArguments:
-    prompt: str = field(metadata={"help": "A prompt.yaml: the templates and questions of a prompt."})
+    prompt: str = field(metadata={"help": "Path to a prompt.yaml with the prompt's templates and questions."})
     history: str | None = field(
-        default=None, metadata={"help": "Table of events (user, item, time); or self or positives, the impressions."}
+        default=None,
+        metadata={"help": "Table of events (user, item, time); self or positives: take events from the impressions."},
     )
-    items: str | None = field(default=None, metadata={"help": "Table of the items' features."})
-    users: str | None = field(default=None, metadata={"help": "Table of the users' features."})
+    items: str | None = field(default=None, metadata={"help": "Table of item features."})
+    users: str | None = field(default=None, metadata={"help": "Table of user features."})
     prefix_len: int | None = field(
-        default=None, metadata={"help": "Most tokens before the candidates, 1024 by default; the oldest events go."}
+        default=None,
+        metadata={
+            "help": "Maximum number of tokens before the candidates (default: 1024); the oldest events are dropped."
+        },
     )
-    teacher: str | None = field(default=None, metadata={"help": "Folder of a larger ranker to distil."})
-    distil: float = field(default=0.5, metadata={"help": "The teacher's share of the target."})
+    teacher: str | None = field(default=None, metadata={"help": "Folder of the teacher, a larger ranker to distil."})
+    distil: float = field(default=0.5, metadata={"help": "Weight of the teacher in the target, from 0 to 1."})
     vocabulary_weight: float = field(
-        default=0.0, metadata={"help": "Weight of the right answer's loss over the whole vocabulary."}
+        default=0.0, metadata={"help": "Weight of the full-vocabulary loss on the correct answer."}
     )
     calibrate: Literal["platt", "isotonic", "none"] = field(
-        default="platt", metadata={"help": "How scores are calibrated on held-out requests at the end."}
+        default="platt", metadata={"help": "Calibration of the scores on held-out requests after training."}
     )
 
 
@@ -181,11 +190,9 @@ def parse_options(arguments: list[str]) -> TrainOptions:
     if name in ("grpo", "rloo") and not (extra[0].reward_funcs or extra[0].reward_model_name_or_path):
         raise Problem(f"--task {name} needs --reward_funcs, such as rewards.score for score in rewards.py")
     if fuse.shared_prefix == "true" and name not in SHARING:
-        raise Problem(f"--shared_prefix true goes with --task {', '.join(SHARING)}, got --task {name}")
+        raise Problem(f"--shared_prefix true requires --task {', '.join(SHARING)}, got --task {name}")
     if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.shared_prefix == "true"):
-        raise Problem(
-            "--recompute, --offload and --shared_prefix are parts of tigon.fuse, and --no_fuse trains without"
-        )
+        raise Problem("--recompute, --offload and --shared_prefix need tigon.fuse and exclude --no_fuse")
     given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
     return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
 
@@ -196,8 +203,8 @@ def make_parser(name: str, *, on_cpu: bool = False) -> Any:
     types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
     parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)
     parser.error = _refuse
-    parser.add_argument("--task", default="sft", help=f"{', '.join(TASKS)}. Other options follow from it.")
-    parser.add_argument("--config", help="YAML file of these options by their names; the command line wins.")
+    parser.add_argument("--task", default="sft", help=f"{', '.join(TASKS)}. Determines the other options.")
+    parser.add_argument("--config", help="YAML file with these options by name; the command line takes precedence.")
     has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     parser.set_defaults(**DEFAULTS, disable_tqdm=not sys.stderr.isatty(), **({} if has_bf16 else {"bf16": False}))
     # The trainer's own options come before those that all trainers share.
@@ -211,7 +218,9 @@ def make_parser(name: str, *, on_cpu: bool = False) -> Any:
                 group._group_actions.append(action)
                 if action.option_strings[0].startswith("--no_"):
                     action.help = argparse.SUPPRESS
-    parser.epilog = "--no_NAME switches an option off that is on by default. TRL and transformers document their own."
+    parser.epilog = (
+        "--no_NAME switches off an option that is on by default. TRL and transformers document the remaining options."
+    )
     return parser
 
 
@@ -233,7 +242,7 @@ def _read_config(file: str) -> dict[str, Any]:
     try:
         found = read_yaml(Path(file).expanduser())
     except DamagedFileError as error:
-        raise Problem(f"--config must be a file of options and values, such as 'max_steps: 100': {error}") from error
+        raise Problem(f"--config must be a file with options and values, such as 'max_steps: 100': {error}") from error
     # argparse converts text defaults like command-line values; YAML reads 1e-4 as a text.
     return {
         str(key).replace("-", "_"): value if isinstance(value, (list, dict)) else str(value)

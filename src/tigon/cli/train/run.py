@@ -73,7 +73,7 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
     if word == "true" or (word == "auto" and find_checkpoints(output)):
         found, notes = find_newest(output)
         for note in notes if PartialState().is_main_process else ():
-            print(f"{note}; going back to {found}", flush=True)
+            print(f"{note}; falling back to {found}", flush=True)
         return str(found)
     if wanted and word not in ("auto", "false"):
         reason = find_defect(Path(wanted)) if Path(wanted).is_dir() else "there is no such folder"
@@ -82,8 +82,8 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
         return wanted
     if word != "auto" and output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
         raise Problem(
-            f"--output_dir {output} holds files: --resume_from_checkpoint true goes on with the run in it, another "
-            "--output_dir leaves it alone"
+            f"--output_dir {output} is not empty; use --resume_from_checkpoint true to continue the run, or choose "
+            "another --output_dir"
         )
     return None
 
@@ -154,19 +154,19 @@ def find_source(options: TrainOptions) -> Source:
     if model.load_in_4bit or model.load_in_8bit:
         needs("--load_in_4bit", "quantize", "bitsandbytes")
         if not model.use_peft:
-            raise Problem("--load_in_4bit and --load_in_8bit go with --use_peft: quantised weights are not trained")
+            raise Problem("--load_in_4bit and --load_in_8bit require --use_peft: quantised weights are not trained")
     source = find_model(name)
     if source.kind == "path" and Path(source.name).is_dir():
         check_manifest(Path(source.name))
     if stored_form(source.config) and not model.use_peft:
-        raise Problem(f"{name} is quantised, and quantised weights cannot be trained; train adapters by --use_peft")
+        raise Problem(f"{name} is quantised, and quantised weights cannot be trained; train adapters with --use_peft")
     if not source.weights and (model.use_peft or options.task not in ("sft", "rank")):
         what = "--use_peft" if model.use_peft else f"--task {options.task}"
         raise Problem(f"{what} starts from trained weights, and {name} has none")
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     length = getattr(options.trainer, "max_length", None)
     if limit and length and length > limit and "max_length" in options.given:
-        raise Problem(f"--max_length {length} is beyond the {limit} positions of {name}")
+        raise Problem(f"--max_length {length} exceeds the {limit} positions of {name}")
     if limit and length:
         options.trainer.max_length = min(length, limit)
     return source
@@ -186,7 +186,7 @@ def find_tokenizer(options: TrainOptions, source: Source, texts: Any) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise Problem(
-            "the tokenizer has neither an end-of-text nor a padding token; give another by --tokenizer_name_or_path"
+            "the tokenizer has neither an end-of-text nor a padding token; choose another with --tokenizer_name_or_path"
         )
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     return tokenizer
@@ -228,7 +228,7 @@ def build_model(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
 def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
     """Train to the end. Raises Problem if a signal ended the run, or a full disk."""
     trainer.add_callback(callback)
-    go_on = "the same command with --resume_from_checkpoint true goes on"
+    go_on = "run the same command with --resume_from_checkpoint true to resume"
     try:
         with callback:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -236,8 +236,8 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
         if not is_disk_full(error):
             raise
         raise Problem(
-            f"the disk of {trainer.args.output_dir} is full, or fails, at step {trainer.state.global_step}; make room, "
-            f"and {go_on}"
+            f"the disk of {trainer.args.output_dir} is full or failing at step {trainer.state.global_step}; free some "
+            f"space, and {go_on}"
         ) from error
     if callback.signal:
         step, steps = trainer.state.global_step, trainer.state.max_steps

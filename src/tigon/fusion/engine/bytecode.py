@@ -54,9 +54,9 @@ class BytecodeAnalysis:
     def reason(self) -> Reason | None:
         """Why probe results are not enough to replace this forward."""
         if self.stores:
-            return Reason(f"its forward leaves something behind: {self.stores}")
+            return Reason(f"its forward has side effects: {self.stores}")
         if self.branches:
-            return Reason(f"its forward takes a branch that probes do not decide, at {self.branches}")
+            return Reason(f"its forward has a branch that probes do not determine, at {self.branches}")
         return None
 
 

@@ -70,7 +70,7 @@ class Explanation:
                 advice = f" → {verdict.advice}" if verdict.advice else ""
                 lines.append(f"  {verdict.kind}: {verdict.what}{advice}")
             else:
-                lines.append(f"  {verdict.kind}: no formula is built so")
+                lines.append(f"  {verdict.kind}: no formula has this structure")
             for trial in [] if verdict.recognised else verdict.trials[:SHOWN]:
                 far = f"{trial.error:,.0f} units in the last place off" if trial.error < 1e9 else "far off"
                 differs = f"differs for {trial.inputs}, {far}" if trial.inputs else "agrees in these"

@@ -146,8 +146,8 @@ def _keep_present(fusion: Fusion, options: FuseOptions) -> Fusion:
     if unlike:
         asked, has = (", ".join(f"{n}={getattr(o, n)!r}" for n in unlike) for o in (options, present))
         warnings.warn(
-            f"fuse: the model is fused already, with {has}, and stays so; for {asked}, call remove() of its Fusion "
-            "first.",
+            f"fuse: the model is already fused, with {has}, and stays so; to fuse with {asked}, call remove() on its "
+            "Fusion first.",
             stacklevel=3,
         )
     return fusion
@@ -171,7 +171,9 @@ class Fusion:
         """
         model = self._model()
         if model is None:
-            raise ReferenceError(f"Fusion: the {self._name} that was fused is gone; a Fusion does not keep its model.")
+            raise ReferenceError(
+                f"Fusion: the {self._name} that was fused no longer exists; a Fusion does not keep its model."
+            )
         return model
 
     def report(self) -> Report:

@@ -32,7 +32,9 @@ class BoundForward:
     def __self__(self) -> nn.Module:
         module = self._module()
         if module is None:
-            raise ReferenceError("tigon: the module of this forward is gone. Keep the model, not its forward alone.")
+            raise ReferenceError(
+                "tigon: the module of this forward no longer exists. Keep the model, not only its forward."
+            )
         return module
 
     @property

@@ -25,7 +25,7 @@ _OWN_LOSS = "call tigon.linear_cross_entropy(hidden, head.weight, labels) in you
 NO_HEAD = Reason("it has no get_output_embeddings() that returns a head", _OWN_LOSS)
 NO_LABELS = Reason("its model's forward takes no labels", _OWN_LOSS)
 ADAPTER_ON_HEAD = Reason(
-    "an adapter is on the head: it runs as it is, with real logits",
+    "the head has an adapter and runs unchanged, with real logits",
     "leave the head out of target_modules, or name it in modules_to_save",
 )
 HEAD_IS_NOT_LINEAR = Reason(
@@ -34,7 +34,7 @@ HEAD_IS_NOT_LINEAR = Reason(
 )
 REPLACED = Reason(
     "its forward is already replaced on this instance (a device hook, another library?)",
-    "fuse before the hooks are put on, or take the other replacement off",
+    "fuse before adding hooks, or remove the other replacement",
 )
 EXCLUDED = Reason("where= excludes it")
 FUSED_BEFORE = Reason("fused before, by another tigon.fuse", "remove() the other Fusion first")
@@ -42,7 +42,7 @@ NO_SOURCE = Reason(
     "the source of its forward is unavailable", "import the model from a file that has not changed since its import"
 )
 
-WRITES_GLOBALS = Reason("its forward assigns globals, which a rewritten forward would keep to itself")
+WRITES_GLOBALS = Reason("its forward assigns globals, which a rewritten forward would not update")
 
 
 def dtype_of_head(dtype: str) -> Reason:
@@ -54,11 +54,11 @@ def dtype_of_head(dtype: str) -> Reason:
 NOT_CALLED = "the model did not call it"
 NO_LABELS_CAME = (
     "the model was called without labels: its loss was computed elsewhere, from real logits "
-    "(label smoothing, a loss function of your own, or evaluation)"
+    "(label smoothing, a custom loss function, or evaluation)"
 )
 ADAPTERS_OFF = "its adapters are switched off or merged"
 # Libraries whose trainers compute a model's loss themselves → how to have Tigon's loss there.
 OWN_LOSSES = {
-    "trl": "fuse: TRL computes the loss of this model by its own code, so that the layers alone run in Tigon. Call "
-    "tigon.integrations.trl.fuse(trainer) before training to have the loss in Tigon too."
+    "trl": "fuse: TRL computes the loss of this model itself, so only the layers run in Tigon. Call "
+    "tigon.integrations.trl.fuse(trainer) before training to run the loss in Tigon too."
 }

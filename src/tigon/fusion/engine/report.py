@@ -104,14 +104,14 @@ class Report:
             text += f" Recompute auto: {self.recompute_auto}."
         if self.tensors_not_kept:
             size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
-            text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."
+            text += f" Recomputed instead of saved: {self.tensors_not_kept} activations, {size}."
         if self.bytes_offloaded:
-            text += f" Kept in host memory: {self.bytes_offloaded / 2**20:,.1f} MiB."
+            text += f" Offloaded to host memory: {self.bytes_offloaded / 2**20:,.1f} MiB."
         return text
 
     def _outside(self) -> str:
         calls = "1 call of a part" if self.outside == 1 else f"{self.outside} calls of parts"
-        return f"Outside of the model's forward, and not counted: {calls}."
+        return f"Outside the model's forward, and not counted: {calls}."
 
     def __str__(self) -> str:
         lines = [self.headline()]
@@ -123,7 +123,7 @@ class Report:
             lines.append(f"  {row.kind:<8} {count} × {row.name:<{width}}  {ran}{self._describe(row)}")
         hidden = len(self.rows) - SHOWN
         if hidden > 0:
-            lines.append(f"  … and {hidden} more: to_dict() has them all")
+            lines.append(f"  … and {hidden} more: to_dict() lists all")
         return "\n".join([*lines, self.last_step()]).rstrip()
 
     @staticmethod

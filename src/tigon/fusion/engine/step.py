@@ -93,7 +93,7 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
                 return run(*args, **kwargs)
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
-                raise RuntimeError(f"{error} Fuse with recompute='product', which needs none.") from error
+                raise RuntimeError(f"{error} Fuse with recompute='product', which needs no hooks.") from error
             raise
         finally:
             ledger.leave(call)

@@ -465,7 +465,7 @@ def _grad(*args: Any, **kwargs: Any) -> Any:
 
 def _no_gradient(what: str) -> RuntimeError:
     return RuntimeError(
-        f"tigon: {what} on logits that the loss never builds: they have no gradient of their own. Call the model "
+        f"tigon: {what} on logits that the loss never builds: they have no gradient. Call the model "
         "without labels and take the loss from outputs.logits, or fusion.remove() first."
     )
 

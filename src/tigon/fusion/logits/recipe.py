@@ -280,7 +280,7 @@ class Recipe:
 
 
 _STALE = (
-    "tigon: these logits were never built, and {} after the model's forward, so they can no longer be. Read "
+    "tigon: these logits were never built, and {} after the model's forward, so they can no longer be built. Read "
     "outputs.logits before optimizer.step(), or call the model without labels, or fusion.remove() first."
 )
 

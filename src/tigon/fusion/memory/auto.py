@@ -86,19 +86,19 @@ class Choice:
         """The decision and the reason, for the report."""
         if not self.extent.width:
             return ""  # no norm: there is little to choose
-        again = "cheap: the results of norms are computed again in the backward pass"
+        again = "cheap: norm results are recomputed in the backward pass"
         if self.tokens is None:
-            return f"{again}, since the arguments of the model do not tell the number of tokens"
+            return f"{again}, since the model's arguments do not determine the number of tokens"
         least = -(-LEAST_WORK // self.extent.width**2)
         if self._device_is_the_limit:
-            return f"{again}, which costs no time from {least:,} tokens on; the step had {self.tokens:,}"
+            return f"{again}, which costs no time at {least:,} tokens or more; the step had {self.tokens:,}"
         results = _size(self.tokens * self.extent.token_bytes)
         if self._results_are_large:
             own = _size(self.extent.own_bytes)
             return f"{again}, since they take {results}, more than the weights with their gradients ({own})"
         return (
-            f"product: the results of norms are kept ({results}), since computing them again costs time in steps of "
-            f"fewer than {least:,} tokens; the step had {self.tokens:,}"
+            f"product: norm results are saved ({results}), since recomputing them costs time in steps with fewer than "
+            f"{least:,} tokens; the step had {self.tokens:,}"
         )
 
 

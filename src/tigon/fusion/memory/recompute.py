@@ -88,7 +88,7 @@ class Recompute:
     def why(self) -> str:
         """The "auto" choice for the last forward pass, with the reason; "" at other levels, and before a pass."""
         if self.auto and self.offload is not None:
-            return "product: the results of norms are kept, since saved activations go to host memory"
+            return "product: norm results are saved, since saved activations are offloaded to host memory"
         return "" if self.choice is None else str(self.choice)
 
     @contextlib.contextmanager
@@ -318,8 +318,8 @@ class Pass:
         for t in inputs:
             if t is not None and t.numel() and not t.untyped_storage().nbytes():
                 raise RuntimeError(
-                    "tigon: a norm's input or weight was released before the backward pass of the layer behind it, so "
-                    "that it cannot be computed again. Shard it with that layer, or fuse with recompute='product'."
+                    "tigon: a norm's input or weight was released before the backward pass of the next layer, so the "
+                    "norm cannot be recomputed. Shard the norm with that layer, or fuse with recompute='product'."
                 )
         if torch.is_grad_enabled() or autocast_dtype(work.device.type) != work.autocast:
             with torch.no_grad(), autocast_as(work.device.type, work.autocast):

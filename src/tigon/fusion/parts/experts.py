@@ -116,7 +116,7 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
 
     inputs: Any = tuple(list_arguments(module))
     if len(inputs) != 3:
-        return skip("its forward takes something else than tokens, their experts and weights")
+        return skip("its forward takes arguments other than tokens, experts and weights")
     if any(not p.is_floating_point() or p.element_size() == 1 for p in parameters.values()):
         return skip("its weights are quantised")
     act_module = next(iter(module._modules), None)
@@ -128,12 +128,12 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
         return skip(f"it has other modules: {', '.join(children)}")
     implementation = _implementation(module)
     if implementation not in GENERAL:
-        return skip(f"it is set to run by {implementation!r}")
+        return skip(f"its experts run by {implementation!r}")
     for layout in layouts:
         formula = _complete(module, layout)
         if formula is not None:
             return replace(formula, implementation=implementation)
-    return skip("its numbers fit no formula of moe_mlp")
+    return skip("its results match no formula of moe_mlp")
 
 
 def _implementation(module: Any) -> Any:

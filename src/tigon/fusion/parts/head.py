@@ -57,10 +57,10 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _why_plain(head: Any) -> str:
     if is_dtensor(head.weight):
-        return "its weight is a DTensor, and its logits are not gathered in a way that is known"
+        return "its weight is a DTensor, and its logits are gathered in an unsupported way"
     if hasattr(head.weight, "ds_id"):
         return "its weight is partitioned by DeepSpeed's ZeRO-3"
-    return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not fit the hidden states it was given"
+    return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not match the hidden states"
 
 
 class Head(Part):

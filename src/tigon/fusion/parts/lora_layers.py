@@ -39,16 +39,16 @@ NO_ADAPTER = Reason("no adapter is active on it")
 SEVERAL = Reason("several adapters are active on it at once")
 SWITCHED_OFF = Reason(ADAPTERS_OFF)
 DROPOUT = Reason("its adapter drops every element of its input", "train with lora_dropout below 1")
-VARIANT = Reason("its adapter is a variant of LoRA (DoRA, aLoRA and the like)")
+VARIANT = Reason("its adapter is a LoRA variant (DoRA, aLoRA and the like)")
 BIAS = Reason("its adapter has a bias (lora_bias)")
-RANK_ZERO = Reason("its adapter has rank 0", "delete the adapter, or load one that is whole")
+RANK_ZERO = Reason("its adapter has rank 0", "delete the adapter, or load a complete adapter")
 INSIDE = Reason("its adapter's own layers have hooks, or are not plain torch.nn.Linear and Dropout")
 ZERO3 = Reason("its weights are partitioned by DeepSpeed's ZeRO-3, which gathers them for PEFT's own layers alone")
 BASE_HOOKED = Reason("its base layer has hooks or a replaced forward")
 TRAINED = Reason("its base layer's weight is trained too")
 NO_STATE = Reason("its base layer is quantised, but has no quantisation state yet", "move the model to its device")
-DTYPES_DIFFER = Reason("its input, base layer and adapter have dtypes or devices that do not go together")
-SHARDED = Reason("its weights are sharded (DTensor), or of a tensor class that Tigon does not know")
+DTYPES_DIFFER = Reason("its input, base layer and adapter have incompatible dtypes or devices")
+SHARDED = Reason("its weights are sharded (DTensor), or use a tensor class that Tigon does not support")
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -70,7 +70,7 @@ def lasting_reason(layer: Any) -> Reason | None:
         is_elsewhere = bool(getattr(layer, "lora_embedding_A", None))
         return Reason("its adapters are not on a linear layer") if is_elsewhere else NO_ADAPTER
     if _name_peft_class(layer) not in FORWARDS:
-        return Reason(f"it is a {type(layer).__name__} of PEFT, and Tigon does not know what else that computes")
+        return Reason(f"it is a {type(layer).__name__} of PEFT, which may compute something that Tigon does not know")
     adapter = _adapter(layer)
     return adapter if isinstance(adapter, Reason) and adapter in (VARIANT, BIAS, INSIDE, ZERO3) else None
 

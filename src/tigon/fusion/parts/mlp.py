@@ -343,7 +343,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     silent = all(before == after for before, after in widths.values())
     mixer = silent or len(widths) == 2  # attentions and state spaces also have two layers whose widths fit
     if module._parameters or module._buffers:
-        return None if mixer else Reason("it has parameters of its own")
+        return None if mixer else Reason("it has additional parameters")
     if len(others) > 3:
         return None if mixer else Reason(f"it has other modules: {', '.join(others)}")
     if not takes_one_argument(module):
@@ -374,7 +374,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     name = type(children[others[0]]).__name__ if others else "its own activation"
     # Two layers whose widths fit are often no gated unit.
     advice = "" if len(widths) == 2 else f"down(act(gate(x)) · up(x)) is fused, act being one of {', '.join(ACTS)}"
-    return Reason(f"its numbers fit neither swiglu, geglu nor reglu ({name})", advice)
+    return Reason(f"its results match neither swiglu, geglu nor reglu ({name})", advice)
 
 
 def has_state(module: nn.Module) -> bool:

@@ -77,11 +77,11 @@ def _with_bias(norm: Callable[..., Tensor], x: Tensor, weight: Tensor | None, bi
 
 def _why_unfit(x: Any, weight: Tensor | None, formula: Norm) -> str:
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
-        return "its input was no tensor of fp32, bf16 or fp16"
+        return "its input was not an fp32, bf16 or fp16 tensor"
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (x, weight) if t is not None]
     if formula.native and autocast_dtype(x.device.type) is not None:
         return f"autocast runs it in fp32 on {dtypes[0]} inputs"
-    return f"its input and weight were {' and '.join(dtypes)}, of shapes or devices that no probe showed"
+    return f"its input and weight were {' and '.join(dtypes)}, with shapes or devices that no probe covered"
 
 
 def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:

@@ -109,12 +109,14 @@ FREE_WIDTH = 96  # the probe's width for a norm without a weight
 STEPS = 8
 
 ADVICE = "x · rsqrt(mean(x²) + eps) · w of x.float(), rounded to x's dtype, is fused; so is torch.nn.RMSNorm"
-NO_FORMULA = Reason("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm", ADVICE)
+NO_FORMULA = Reason("its results match no formula of tigon.rms_norm or tigon.layer_norm", ADVICE)
 ANOTHER_IN_16_BITS = Reason(
-    "in fp32 it computes {formula}, but with other inputs or gradients something else",
-    "compute it of x.float(), and round the result once, .to(x.dtype)",
+    "in fp32 it computes {formula}, but something else with other inputs or gradients",
+    "compute the norm on x.float(), and round the result once with .to(x.dtype)",
 )
-GATE_FORMULA = Reason("its second input does not multiply the normed rows by silu(gate), the one such formula of Tigon")
+GATE_FORMULA = Reason(
+    "its second input does not multiply the normed rows by silu(gate), the only such formula in Tigon"
+)
 
 
 def find_formula(module: nn.Module) -> Norm | Reason | None:
@@ -126,14 +128,14 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
     named = "norm" in type(module).__name__.lower()  # decides whether a module that cannot be probed has a row
     if next(module.children(), None) is not None:
         small = sum(1 for _ in module.modules()) <= 3  # larger modules are layers that contain a norm
-        return Reason("it has modules or buffers of its own") if named and small else None
+        return Reason("it has additional modules or buffers") if named and small else None
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     shapes = [get_full_shape(p) for p in parameters.values()]
     if any(n.numel() > max(n, default=1) for n in shapes):  # matrices
         return Reason("its weight is not a vector") if named else None
     gated = _takes_two_arguments(module)
     if not gated and not takes_one_argument(module):
-        return Reason("it is no norm over one input") if named else None
+        return Reason("it is not a norm over a single input") if named else None
     # A norm without a weight may still accept only a single width.
     vectors = [n for t in (*parameters.values(), *module.buffers()) if (n := get_full_shape(t).numel()) > 1]
     widths = sorted(set(vectors)) or [FREE_WIDTH, *list_integers(module)]
@@ -144,14 +146,14 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         width = widths[0]
     if look is None:
         buffers = next(module.buffers(), None) is not None
-        text = "it has modules or buffers of its own" if buffers else "it does not norm each row by itself"
+        text = "it has additional modules or buffers" if buffers else "it does not norm each row by itself"
         return Reason(text) if named else None
     if next(module.buffers(), None) is not None:
-        return Reason("it has buffers of its own", "make its weight a parameter, and its eps a number")
+        return Reason("it has additional buffers", "make its weight a parameter, and its eps a number")
     if len(shapes) > 2:
         return Reason("it has more parameters than a weight and a bias")
     if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in parameters.values()):
-        return Reason("its weight is not a vector", "give it a weight with one dimension, that of the rows")
+        return Reason("its weight is not a vector", "use a 1-d weight with the size of a row")
     return _select_formula(module, look, list(parameters), width, gated)
 
 

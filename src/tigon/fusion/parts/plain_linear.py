@@ -67,6 +67,6 @@ def plain_layers(layers: Iterable[Any], x: Any) -> PlainLayers | None:
 def why_not_plain(x: Any) -> str:
     """Why `plain_layers` gave None, as a clause for the report."""
     if not torch.is_grad_enabled():
-        return "no gradients were recorded, so that there was nothing to join"
+        return "no gradients were recorded, so there was nothing to join"
     dtype = str(getattr(x, "dtype", "")).removeprefix("torch.")
-    return f"a layer had an adapter, a hook, or a weight that is no plain tensor beside the {dtype} input"
+    return f"a layer had an adapter, a hook, or a weight that is not a plain tensor beside the {dtype} input"

@@ -188,13 +188,13 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
         if shown:
             break
     else:
-        return Reason("its numbers fit no formula of tigon.rope")
+        return Reason("its results match no formula of tigon.rope")
     reading = analyze_function(fn)
     reason = reading if isinstance(reading, Reason) else reading.reason
     if reason is not None:
         return reason
     if not all(_is_rope(fn, turn, names, default, width, case=case) is not None for width in shown for case in CASES):
-        return Reason("its numbers fit no formula of tigon.rope")
+        return Reason("its results match no formula of tigon.rope")
     if len(set(shown.values())) > 1:
         return Reason("its results have another dtype for partial than for full rotation")
 

@@ -63,8 +63,8 @@ class LayoutAsMask:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            "SharedPrefixBatch: its inputs are for a model under tigon.fuse(model, shared_prefix=True); this model is "
-            "not, or not any more."
+            "SharedPrefixBatch: its inputs need a model fused by tigon.fuse(model, shared_prefix=True); this model is "
+            "not, or no longer."
         )
 
 
@@ -124,7 +124,7 @@ class Around:
         for config in self.configs:
             name = config._attn_implementation
             if not isinstance(name, Shared):
-                raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} since it was fused.")
+                raise ValueError(f"shared_prefix: the model's attention was set to {name!r} after fusing.")
         outer = _running.layout, _running.ledger
         _running.layout, _running.ledger = layout, ledger
         try:
@@ -144,11 +144,13 @@ def all_rows(layout: PrefixLayout) -> Tensor:
 def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     if len(args) > 1 or (mask is not None and not isinstance(mask, LayoutAsMask)):
-        raise ValueError("shared_prefix: attention_mask must be left out: the layout says what each token reads.")
+        raise ValueError("shared_prefix: attention_mask must be left out: the layout decides what each token reads.")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise ValueError("shared_prefix: use_cache must be False, and no cache passed: a cache holds one continuation.")
     if kwargs.get("output_attentions"):
-        raise ValueError("shared_prefix: output_attentions must be False: attention's weights are never all there.")
+        raise ValueError(
+            "shared_prefix: output_attentions must be False: attention weights are never fully materialized."
+        )
     if kwargs.get("labels") is not None:
         raise ValueError(
             "shared_prefix: labels must be left out, as the last row of a prefix predicts the first token of all its "
@@ -183,7 +185,7 @@ def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **opt
     if not torch.compiler.is_compiling():
         window = _find_window(mask_function)
     elif options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
-        raise ValueError("shared_prefix: the model makes a mask that cannot be shared; run it without torch.compile.")
+        raise ValueError("shared_prefix: the model builds a mask that cannot be shared; run it without torch.compile.")
     else:  # Dynamo cannot look into functions; transformers passes the window beside them
         window = options.get("local_size")
     return None if window is None else torch.empty(0, 1, 1, window, dtype=torch.bool, device=options.get("device"))
@@ -209,11 +211,11 @@ def _find_window(mask_function: Any) -> int | None:
             waiting.append(cells["mask_function"])
         elif not known or maker != "packed_sequence_mask_function":  # suffixes look packed; the layout says how
             raise ValueError(
-                f"shared_prefix: the model makes a mask by {maker or function!r}, which cannot be shared; only causal "
+                f"shared_prefix: the model builds a mask by {maker or function!r}, which cannot be shared; only causal "
                 "attention and sliding windows can."
             )
     if not causal:
-        raise ValueError("shared_prefix: the model makes a mask that is not causal, which cannot be shared.")
+        raise ValueError("shared_prefix: the model builds a mask that is not causal, which cannot be shared.")
     return window
 
 
@@ -228,8 +230,8 @@ def shared_prefix_attention(
     if layout is None:
         if _running.layout is not None:
             raise ValueError(
-                f"shared_prefix: {type(module).__name__} was not handed the layout: a forward around it keeps keyword "
-                "arguments to itself."
+                f"shared_prefix: {type(module).__name__} did not receive the layout: an enclosing forward does not "
+                "pass keyword arguments on."
             )
         return _plain_attention(module, query, key, value, attention_mask, *args, **options)
     name = type(module).__name__
@@ -264,7 +266,7 @@ def _check_options(name: str, module: Any, options: dict[str, Any]) -> None:
         raise ValueError(f"shared_prefix: {name} is not causal, so its prefixes read their suffixes.")
     for option, value in options.items():
         if isinstance(value, Tensor) and option not in HARMLESS:
-            raise ValueError(f"shared_prefix: {name} hands attention {option}, which the shared one does not have.")
+            raise ValueError(f"shared_prefix: {name} passes {option}, which shared attention does not support.")
 
 
 def _plain_attention(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -303,5 +305,5 @@ def _previous(config: Any) -> str | None:
     if isinstance(name, Shared):
         return name.previous
     if NAME in str(name):  # as in continuous batching's "paged|…"
-        raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} since it was fused.")
+        raise ValueError(f"shared_prefix: the model's attention was set to {name!r} after fusing.")
     return name  # type: ignore[no-any-return]

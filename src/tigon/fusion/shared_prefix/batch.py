@@ -60,12 +60,12 @@ class SharedPrefixBatch:
                 f"{NAME}: suffixes must hold one list for each of the {len(prefixes)} prefixes, got {len(suffixes)}."
             )
         if not len(prefixes):
-            raise ValueError(f"{NAME}: prefixes must hold at least one sequence of token ids, got an empty list.")
+            raise ValueError(f"{NAME}: prefixes must hold at least one token id sequence, got an empty list.")
         parts, continuations = [], []
         for r, (prefix, own) in enumerate(zip(prefixes, suffixes, strict=True)):
-            parts.append(_ids(f"prefix {r}", prefix, "give its suffixes as sequences of their own"))
+            parts.append(_ids(f"prefix {r}", prefix, "pass its suffixes as separate sequences"))
             if isinstance(own, Tensor) or not isinstance(own, Sequence) or (own and isinstance(own[0], int)):
-                raise ValueError(f"{NAME}: suffixes[{r}] must be a list of sequences of token ids, one a suffix.")
+                raise ValueError(f"{NAME}: suffixes[{r}] must be a list of token id sequences, one per suffix.")
             if not own:
                 raise ValueError(f"{NAME}: prefix {r} has no suffixes; leave it out.")
             continuations.append([_ids(f"suffix {c} of prefix {r}", s, "leave it out") for c, s in enumerate(own)])
@@ -205,7 +205,7 @@ class SharedPrefixBatch:
         """
         if not isinstance(values, Tensor) or values.dim() == 0 or values.shape[0] != self.layout.suffix_rows:
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"{NAME}.split: values must be ({self.layout.suffix_rows}, …), one a token, got {got}.")
+            raise ValueError(f"{NAME}.split: values must be ({self.layout.suffix_rows}, …), one per token, got {got}.")
         lengths = self.layout.suffix_lengths
         parts = iter(values.split([n for own in lengths for n in own]))
         return [[next(parts) for _ in own] for own in lengths]

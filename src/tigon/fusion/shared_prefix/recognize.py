@@ -30,11 +30,11 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
     attentions = [m for m in asking if getattr(m, "is_causal", True) and not getattr(m, "is_cross_attention", False)]
     for module in model.modules():
         if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-            _refuse(f"{type(module).__name__} is an encoder-decoder; its tokens read those of an encoder, too.")
+            _refuse(f"{type(module).__name__} is an encoder-decoder; its tokens also read encoder tokens.")
     if not attentions:
         if asking:
             _refuse(f"{name} is an encoder: {_names(asking)} read tokens in both directions.")
-        _refuse(f"no attention of {name} asks transformers' registry of attention functions, where it could be shared.")
+        _refuse(f"no attention in {name} uses transformers' attention registry, where Tigon could replace it.")
     for layers in _lists_of_layers(model, set(attentions)):
         _check_layers(layers, set(attentions))
         for module in {*attentions, *layers} & {*layers.modules()}:
@@ -43,12 +43,14 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
         _check_attention(module)
     for module in model.modules():
         if any(getattr(module, attribute, None) for attribute in CAPACITY):
-            _refuse(f"{type(module).__name__} limits the tokens of an expert, so that tokens meet in the routing.")
+            _refuse(f"{type(module).__name__} limits the tokens per expert, so tokens interact in the routing.")
         if hasattr(type(module), OWN_POSITIONS):
-            _refuse(f"{type(module).__name__} counts positions by itself, and suffixes continue those of their prefix.")
+            _refuse(
+                f"{type(module).__name__} counts positions itself, but suffixes continue the positions of their prefix."
+            )
     decoder = _around(model, attentions)
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
-        _refuse(f"{type(decoder).__name__} takes no position_ids, and suffixes continue the positions of their prefix.")
+        _refuse(f"{type(decoder).__name__} takes no position_ids, but suffixes continue the positions of their prefix.")
     return attentions
 
 
@@ -74,7 +76,7 @@ def _check_forward(module: nn.Module) -> None:
     # Since Python 3.13 an instruction may load two variables.
     loads = (i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD"))
     if name is None or not any(name in (loaded if isinstance(loaded, tuple) else (loaded,)) for loaded in loads):
-        _refuse(f"{type(module).__name__} keeps keyword arguments of the model to itself; the layout would be one.")
+        _refuse(f"{type(module).__name__} does not pass the model's keyword arguments on, such as the layout.")
 
 
 def _check_attention(module: Any) -> None:
@@ -82,19 +84,19 @@ def _check_attention(module: Any) -> None:
     config = module.config
     types = set(getattr(config, "layer_types", None) or ())
     if types - CAUSAL:
-        _refuse(f"{kind} layers are of {', '.join(sorted(types - CAUSAL))}; they cannot share a prefix.")
+        _refuse(f"{kind} layers use {', '.join(sorted(types - CAUSAL))}, which cannot share a prefix.")
     if getattr(config, "alibi", False):
-        _refuse(f"{kind} has a bias of positions (ALiBi), which the shared attention does not have.")
+        _refuse(f"{kind} has a position bias (ALiBi), which shared attention does not support.")
     if not getattr(config, "is_causal", True):
         _refuse(f"{kind} reads tokens in both directions.")
     width = getattr(module, "head_dim", None)
     if isinstance(width, int) and width > WIDEST:
-        _refuse(f"{kind} has heads of {width} numbers; the shared attention has at most {WIDEST}.")
+        _refuse(f"{kind} has heads of width {width}; shared attention supports at most {WIDEST}.")
     code = inspect.unwrap(type(module).forward).__code__
     keywords = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
     for extra, what in EXTRAS.items():
         if extra in keywords:
-            _refuse(f"{kind} has {what}, which the shared attention does not have.")
+            _refuse(f"{kind} has {what}, which shared attention does not support.")
 
 
 def _lists_of_layers(model: nn.Module, attentions: set[nn.Module]) -> list[nn.ModuleList]:
@@ -118,7 +120,7 @@ def _around(model: nn.Module, attentions: list[nn.Module]) -> nn.Module:
 
 
 def _refuse_state(modules: list[nn.Module]) -> NoReturn:
-    _refuse(f"{_names(modules)} layers carry a state past the prefix; they cannot share it.")
+    _refuse(f"{_names(modules)} layers carry a state past the prefix, so they cannot share the prefix.")
 
 
 def _names(modules: list[nn.Module]) -> str:

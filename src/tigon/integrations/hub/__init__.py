@@ -60,8 +60,8 @@ def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
     for name, layers in found.items():
         if len(layers) > 1:
             warnings.warn(
-                f"tigon: the layers called {name!r} in {type(model).__name__} compute different things, and kernels "
-                "has one layer for all: they stay as they are.",
+                f"tigon: the layers called {name!r} in {type(model).__name__} compute different functions, but "
+                "kernels has a single layer for all: these layers stay unchanged.",
                 stacklevel=2,
             )
     return {name: layer for name, layers in found.items() if len(layers) == 1 and (layer := next(iter(layers)))}
@@ -112,8 +112,8 @@ def _some_layers(caller: str, model: nn.Module, rotary: bool) -> dict[str, str]:
     if not layers:
         raise ValueError(
             f"{caller}: model must have layers that kernels can exchange and Tigon has, got none in "
-            f"{type(model).__name__}; transformers marks its layers only where kernels is installed, in a version "
-            "that it takes, before it is imported. tigon.fuse(model) needs neither."
+            f"{type(model).__name__}; transformers marks its layers only if a supported version of kernels is "
+            "installed before its import. tigon.fuse(model) needs neither."
         )
     return layers
 

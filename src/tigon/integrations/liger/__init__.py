@@ -59,8 +59,8 @@ MISSING = {
     "LigerMHC": _NO_KERNEL,
     "LigerORPOTrainer": "the loss of TRL's own trainer can be LigerFusedLinearORPOLoss, or tigon.losses.orpo",
     "LigerVocabParallelCrossEntropy": "tigon.linear_cross_entropy takes a head that is split over ranks (group=)",
-    "apply_liger_llama4_rope_full": "it patches a module of transformers for all models; tigon.fuse(model) does not",
-    "lce_forward": "no family needs a forward of its own, as tigon.fuse(model) does without",
+    "apply_liger_llama4_rope_full": "it patches a transformers module for all models, unlike tigon.fuse(model)",
+    "lce_forward": "tigon.fuse(model) needs no model-specific forward",
     "liger_attn_res": _NO_KERNEL,
     "liger_fused_neighborhood_attention": _NO_KERNEL,
     "liger_mhc_apply": _NO_KERNEL,
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
 def absent(name: str, module: str) -> str:
     """The error message for a name that Tigon lacks."""
     if name.startswith("Liger") and name.endswith("OutputWithPast"):
-        return f"{module} has no {name}: a fused model returns what it returned before."
+        return f"{module} has no {name}: a fused model keeps its output class."
     if name in MISSING:
         return f"{module} has no {name}: {MISSING[name]}."
     return f"module {module!r} has no attribute {name!r}"

@@ -53,7 +53,7 @@ def liger_cross_entropy(
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not None:
-            raise ValueError(f"liger_cross_entropy: {name} must be None, since reduction says it, got {value!r}.")
+            raise ValueError(f"liger_cross_entropy: {name} must be None, since reduction covers it, got {value!r}.")
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     config = CrossEntropy(
         ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def liger_fused_linear_grpo(
     if loss_type == "luspo" and (not sequence or beta):
         raise ValueError(
             f"{name}: loss_type='luspo' must have importance_sampling_level='sequence' and beta=0, got "
-            f"{importance_sampling_level!r} and {beta}: elsewhere Liger's mean is over masked tokens too."
+            f"{importance_sampling_level!r} and {beta}: otherwise Liger's mean includes masked tokens too."
         )
     if use_ref_model and ref_per_token_logps is None and ref_input is None:
         raise ValueError(f"{name}: use_ref_model=True must come with ref_per_token_logps or ref_input.")

@@ -41,7 +41,7 @@ def liger_kl_div(
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value not in (True, None):
-            raise ValueError(f"liger_kl_div: {name} must be True, since reduction says it, got {value!r}.")
+            raise ValueError(f"liger_kl_div: {name} must be True, since reduction covers it, got {value!r}.")
     without_effect("liger_kl_div", eps=(eps, 1e-10))
     if reduction == "none":
         input, target = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, target.detach()))

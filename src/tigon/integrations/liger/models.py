@@ -76,7 +76,7 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
     """
     for flag in kwargs.keys() - FLAGS.keys():
         warnings.warn(
-            f"_apply_liger_kernel_to_instance: {flag!r} is none of its flags {', '.join(FLAGS)}, and is left out.",
+            f"_apply_liger_kernel_to_instance: {flag!r} is not one of the flags {', '.join(FLAGS)} and is ignored.",
             stacklevel=2,
         )
     model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
@@ -101,7 +101,7 @@ def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], na
     """Fuse the model. given: explicit flags; the others are on. names: the function's flags."""
     if model is None:
         raise ValueError(
-            f"{name}: model must be given, since nothing is patched for the whole process here: pass model=…, or call "
+            f"{name}: model must be given, since Tigon does not patch the whole process: pass model=…, or call "
             "tigon.fuse(model) once the model is built."
         )
     norms = {flag: bool(given[flag]) for flag in ("rms_norm", "layer_norm") if flag in given}
@@ -148,7 +148,7 @@ def _make_function(family: str, arguments: str) -> Callable[..., Fusion]:
         return _fuse_by_flags(name, model, given, _list_flags(family))
 
     apply.__name__ = apply.__qualname__ = name
-    apply.__doc__ = f"`tigon.fuse(model)` for a model of {family}'s kind. A flag that is left out is on."
+    apply.__doc__ = f"`tigon.fuse(model)` for a {family} model. Flags default to on."
     apply.__signature__ = signature  # type: ignore[attr-defined]
     return apply
 
@@ -191,7 +191,7 @@ def check_forward_arguments(arguments: Mapping[str, Any]) -> None:
         if value is not None and value is not default and (isinstance(value, Tensor) or value != default):
             raise ValueError(
                 f"tigon.integrations.liger: the model's forward must not be given {name}={value!r}: the model computes "
-                f"its own loss, which has no such option, and would drop it in silence; {instead}."
+                f"its own loss, which has no such option, and would silently ignore it; {instead}."
             )
     if arguments.get("skip_logits") and arguments.get("labels") is None and arguments.get("shift_labels") is None:
         raise ValueError("tigon.integrations.liger: skip_logits is True, but labels and shift_labels are None.")

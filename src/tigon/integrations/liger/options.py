@@ -15,12 +15,12 @@ WITHOUT_EFFECT = {
     "backend": "TIGON_BACKEND and tigon.use_backend choose between Triton and PyTorch",
     "chunk_mem_const": "chunks follow a budget in bytes, TIGON_CHUNK_BYTES",
     "chunk_size": "chunks follow a budget in bytes, TIGON_CHUNK_BYTES",
-    "eps": "a class of probability 0 contributes 0 without it",
+    "eps": "classes of probability 0 contribute 0 anyway",
     "impl": "TIGON_BACKEND and tigon.use_backend choose between Triton and PyTorch",
-    "in_place": "nothing that a caller can see is overwritten",
-    "mode": "there is one way for each kernel",
-    "position_ids": "cos and sin are those of the positions",
-    "row_mode": "how many rows a program takes follows from the shape",
+    "in_place": "no tensor visible to the caller is overwritten",
+    "mode": "each kernel has a single implementation",
+    "position_ids": "cos and sin already encode the positions",
+    "row_mode": "the rows per program follow from the shape",
 }
 
 

@@ -67,7 +67,7 @@ def fuse(
     """
     model = getattr(trainer, "model", None)
     if not isinstance(model, nn.Module) or not callable(getattr(trainer, "training_step", None)):
-        raise TypeError(f"fuse: trainer must be a trainer of TRL or transformers, got {type(trainer).__name__}.")
+        raise TypeError(f"fuse: trainer must be a TRL or transformers trainer, got {type(trainer).__name__}.")
     present = vars(trainer).get("_tigon_fusion")
     if present is not None:
         return present
@@ -156,7 +156,7 @@ class TrainerFusion:
         if not swaps.rows:
             reason = "the model's own loss, without logits when labels are given"
             if any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
-                reason = "no place was found for Tigon's: the loss reads whole logits, or is your own"
+                reason = "Tigon's loss could not be inserted: the loss reads whole logits, or is your own"
             swaps.record_kept("policy", reason)
 
     def _fuse_role(self, role: str, model: nn.Module, options: dict[str, Any], share: Share) -> Fusion:
@@ -164,7 +164,7 @@ class TrainerFusion:
         swaps = self._swaps
         if not share:
             return fuse_model(model, **options)
-        reason = "" if role in swaps.projections else "its loss is not one of log-probabilities that Tigon computes"
+        reason = "" if role in swaps.projections else "its loss does not use log-probabilities that Tigon computes"
         fusion = None
         if not reason:
             try:
@@ -172,14 +172,14 @@ class TrainerFusion:
             except ValueError as error:
                 reason = str(error).removeprefix(REFUSAL)
             else:
-                reason = "" if fusion._options.shared_prefix else "it was fused before, without shared_prefix"
+                reason = "" if fusion._options.shared_prefix else "the model was already fused, without shared_prefix"
         if reason and share is True:
             raise ValueError(f"fuse: shared_prefix=True for the {role} of {type(self.trainer).__name__}: {reason}")
         if reason:
             swaps.rows.append(Row("prefix", role, 1, False, reason))
             return fusion or fuse_model(model, **options)
         swaps.sharing[role] = Sharing(swaps, role, share)
-        swaps.rows.append(Row("prefix", role, 1, True, "prompts computed once for all that continues them"))
+        swaps.rows.append(Row("prefix", role, 1, True, "prompts computed once for all their completions"))
         assert fusion is not None
         return fusion
 
@@ -244,7 +244,7 @@ class TrainerReport:
             text += f" Prompts computed once: {rows:,} rows in place of {separate:,}, {1 - rows / separate:.0%} saved."
         if self.unshared:
             reasons = "; ".join(f"{reason} ({n}×)" for reason, n in self.unshared.items())
-            text += f" Prompts computed as often as they stand: {reasons}."
+            text += f" Prompts computed once per row: {reasons}."
         return text
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
     own = function.__globals__[DIVERGENCE]
     signature = read_signature(own, DIVERGENCE_ARGUMENTS)
     if signature is None:
-        swaps.record_kept("policy", f"{own.__name__} takes arguments that are not known here")
+        swaps.record_kept("policy", f"{own.__name__} takes arguments that Tigon does not know")
         return
 
     def divergence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +74,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
     own, compute_loss = trainer.generalized_jsd_loss, trainer.compute_loss
     signature = read_signature(own, JSD_ARGUMENTS)
     if signature is None:
-        swaps.record_kept("policy", "generalized_jsd_loss takes arguments that are not known here")
+        swaps.record_kept("policy", "generalized_jsd_loss takes arguments that Tigon does not know")
         return
 
     def generalized_jsd_loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -86,7 +86,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
         if student is None or teacher is None or student.autocast != teacher.autocast:
             reason = "the student's or the teacher's logits are built: its head is not fused, or FSDP2 frees it"
         elif split_over(student) != split_over(teacher):
-            reason = "the heads of the student and the teacher are not split over the same devices alike"
+            reason = "the heads of the student and the teacher are split differently over devices"
         elif a["labels"] is None or (a["num_items_in_batch"] is None and a["reduction"] != "batchmean"):
             reason = "a loss without labels, or with another reduction"
         if reason is not None or student is None or teacher is None:

@@ -36,13 +36,13 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         if found is None:
             continue
         if not isinstance(forward, (types.MethodType, BoundForward)):
-            swaps.record_kept(role, "the model's forward is wrapped by what is no method")
+            swaps.record_kept(role, "the model's forward is wrapped by a non-method")
             continue
         function, name = found
         own = function.__globals__[name]
         signature = read_signature(own.forward, ARGUMENTS, skip=1)
         if signature is None:
-            swaps.record_kept(role, f"{own.__name__} takes arguments that are not known here")
+            swaps.record_kept(role, f"{own.__name__} takes arguments that Tigon does not know")
             continue
         instead: dict[str, Any] = {name: _Projection(own, signature, role, swaps, keep_bytes)}
         if callable(on_gpu := function.__globals__.get("_use_triton")):
@@ -57,10 +57,10 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         if swaps.whole_logits:
             swaps.record_kept(role, f"the loss: TRL computes it from whole logits for {swaps.whole_logits}")
             swaps.record_replaced(
-                role, "log-probabilities and entropy of tokens, of the metrics alone, by tigon.linear_logprob"
+                role, "token log-probabilities and entropy, for the metrics only, by tigon.linear_logprob"
             )
         else:
-            swaps.record_replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
+            swaps.record_replaced(role, "token log-probabilities and entropy by tigon.linear_logprob")
 
 
 def why_whole_logits(trainer: Any) -> str:
@@ -150,7 +150,7 @@ class _Projection:
         side = Side(a["hidden"], given)
         reason = side.unusual()
         if "log_sum_sq_probs" in outputs:
-            reason = "use_weighting wants Σ p² of each token"
+            reason = "use_weighting needs Σ p² for each token"
         if reason is not None:
             self.swaps.left[reason] += 1
             return self.own.apply(*args)

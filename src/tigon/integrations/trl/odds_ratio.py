@@ -23,7 +23,7 @@ METRICS = (
 def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
     own = trainer.get_batch_loss_metrics
     if trainer.is_encoder_decoder:
-        swaps.record_kept("policy", "an encoder-decoder, whose prompts and completions are apart")
+        swaps.record_kept("policy", "an encoder-decoder, which keeps prompts and completions apart")
         return
 
     def get_batch_loss_metrics(

@@ -25,7 +25,7 @@ KNOWN = {"input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head", 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 REFUSAL = "shared_prefix: "
 SHUFFLE = "shuffle_sequence_dict"
-ALL_DIFFER = "no two rows have one prompt"
+ALL_DIFFER = "no two rows share a prompt"
 
 
 class Row(NamedTuple):
@@ -96,13 +96,13 @@ class Sharing:
         if model.training and any(getattr(config, name, None) for name in DROPOUTS):
             return "attention has dropout"
         if args or further or not {"input_ids", "labels"} <= kwargs.keys():
-            return f"inputs beside the ids: {', '.join(further)}" if further else "no ids, or no labels"
+            return f"inputs other than the ids: {', '.join(further)}" if further else "no ids, or no labels"
         return None
 
     def _why_not_worth(self, rows: list[Row] | None) -> str | None:
         """Decide by the lengths alone: where prompts are not shared, no step copies ids."""
         if rows is None:
-            return "a row is not a prompt and what continues it"
+            return "a row is not a prompt followed by a completion"
         if len({(row.first, row.start, row.checksum) for row in rows}) == len(rows):
             return ALL_DIFFER
         prompts = sum(row.start - row.first for row in rows)

@@ -169,7 +169,7 @@ def resolve_shards(
     if not is_sharded(weight, group):
         return x, weight, bias, target, None
     if torch.compiler.is_compiling():  # which breaks its graph at the call, or passes this on with fullgraph=True
-        raise ValueError(f"{name}: collective operations are not traced: call it outside of torch.compile.")
+        raise ValueError(f"{name}: collective operations are not traced: call the loss outside torch.compile.")
     wide = accumulate == "fp32"
     if hasattr(weight, "device_mesh"):
         return _resolve_dtensors(name, x, weight, bias, target, group, wide)
@@ -198,7 +198,7 @@ def _resolve_dtensors(
     mesh = weight.device_mesh
     if mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         raise ValueError(
-            f"{name}: weight must be Shard(0), rows of classes, on a mesh of one dimension, got "
+            f"{name}: weight must be Shard(0), rows of classes, on a 1-d mesh, got "
             f"{tuple(weight.placements)} on {mesh.ndim}: gather it with full_tensor()."
         )
     if group is not None and process_group(name, group) is not mesh.get_group():
@@ -221,7 +221,7 @@ def _resolve_dtensors(
     local, rank = weight.to_local(), mesh.get_local_rank()
     # An uneven layout would silently give wrong global indices.
     if local.shape[0] != sizes[rank]:
-        raise ValueError(f"{name}: weight must be split as torch.chunk splits {V} rows, got {local.shape[0]} of them.")
+        raise ValueError(f"{name}: weight must be split as torch.chunk splits {V} rows, got {local.shape[0]}.")
     bias = None if bias is None else bias.to_local()
     return x, local, bias, target, Shards(mesh.get_group(), rank, sizes, wide) if world > 1 else None
 
@@ -243,7 +243,7 @@ def process_group(name: str, group: Any, argument: str = "group") -> ProcessGrou
     if not hasattr(group, "get_group"):
         return group  # type: ignore[no-any-return]
     if group.ndim != 1:
-        raise ValueError(f"{name}: {argument} must be a mesh of one dimension, got {group.ndim}: take one of them.")
+        raise ValueError(f"{name}: {argument} must be a 1-d mesh, got {group.ndim}: take one dimension.")
     return group.get_group()  # type: ignore[no-any-return]
 
 

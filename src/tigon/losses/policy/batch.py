@@ -20,9 +20,9 @@ def make_options(config: GRPO, rollout: Rollout, level: Literal["total"] | None 
     c, name, (sampled, ratio) = config, "grpo", parse_sampler(rollout)
     mode = None if sampled is None or ratio is not None else c.importance_sampling_mode
     if c.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
-        raise ValueError(f"{name}: vespo wants an importance_sampling_mode of tokens, got {mode!r}.")
+        raise ValueError(f"{name}: vespo needs a token-level importance_sampling_mode, got {mode!r}.")
     if c.beta != 0.0 and rollout.ref is None:
-        raise ValueError(f"{name}: beta = {c.beta} wants a reference, rollout.ref: log-probabilities, or a Hidden.")
+        raise ValueError(f"{name}: beta = {c.beta} needs a reference in rollout.ref: log-probabilities, or a Hidden.")
     high, low = c.importance_sampling_clip_max, c.importance_sampling_clip_min
     items = _select_items(config)
     # The host does not know a tensor's value: fp16's grad_scale then does without the divisor.
@@ -92,7 +92,7 @@ def policy_loss(
     if options.mode == "none" and options.drift == math.inf:
         sampled = None  # nothing in the loss reads it
     if options.loss_type == "vespo" and ratio is not None and ratio.shape != (S, T):
-        raise ValueError(f"{name}: vespo wants rollout.sampler.ratio of tokens, (S, T), got {tuple(ratio.shape)}.")
+        raise ValueError(f"{name}: vespo needs a token-level rollout.sampler.ratio, (S, T), got {tuple(ratio.shape)}.")
     if target.numel() == 0:
         # A quantile over no tokens does not exist.
         options = options._replace(top=1.0)
@@ -107,4 +107,4 @@ def policy_loss(
 
 def _check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:
     if t.device != x.device:  # a kernel would read a host address
-        raise ValueError(f"{name}: {argument} must be on the device of x, {x.device}, got {t.device}.")
+        raise ValueError(f"{name}: {argument} must be on x's device {x.device}, got {t.device}.")

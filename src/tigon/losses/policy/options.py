@@ -115,12 +115,12 @@ class GRPO:
             )
         if high is None and low is None and (self.importance_sampling_mode or "").endswith("truncate"):
             raise ValueError(
-                f"{name}: importance_sampling_mode {self.importance_sampling_mode!r} wants one "
-                "importance_sampling_clip at least."
+                f"{name}: importance_sampling_mode {self.importance_sampling_mode!r} needs at least one "
+                "importance_sampling_clip."
             )
         if POLICY_LOSSES[self.loss_type].share == "length" and not (self.max_completion_length or 0) > 0:
             raise ValueError(
-                f"{name}: {self.loss_type} wants a positive max_completion_length, got {self.max_completion_length}."
+                f"{name}: {self.loss_type} needs a positive max_completion_length, got {self.max_completion_length}."
             )
         if not 0.0 <= self.top_entropy_quantile <= 1.0:
             raise ValueError(f"{name}: top_entropy_quantile must be from 0 to 1, got {self.top_entropy_quantile}.")

@@ -63,7 +63,7 @@ class DPO:
         for name in types or ("",):
             check_choice("dpo", "loss_type", name, tuple(DPO_LOSSES))
         if len(self.weights) != len(types):
-            raise ValueError(f"dpo: loss_weights must hold one for each of {types}, got {self.weights}.")
+            raise ValueError(f"dpo: loss_weights must hold one weight for each of {types}, got {self.weights}.")
         check_positive("dpo", beta=self.beta, discopop_tau=self.discopop_tau)
         check_smoothing("dpo", self.label_smoothing)
         if "robust" in types and self.label_smoothing >= 0.5:
@@ -74,8 +74,8 @@ class DPO:
         only = sorted(name for name in set(types) if not DPO_LOSSES[name].any_divergence)
         if divergence != "reverse_kl" and only:
             raise ValueError(
-                f"dpo: f_divergence_type must be 'reverse_kl' for {only}, whose "
-                f"losses do not depend on the difference of rewards alone, got {divergence!r}."
+                f"dpo: f_divergence_type must be 'reverse_kl' for {only}, whose losses depend on more than the reward "
+                f"difference, got {divergence!r}."
             )
         check_share("dpo", ld_alpha=self.ld_alpha)
         if self.bco_delta is not None and "bco_pair" not in types:

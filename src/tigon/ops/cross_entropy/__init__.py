@@ -69,7 +69,7 @@ def check_options(
     if scale <= 0:
         raise ValueError(f"{name}: scale must be positive, got {scale}.")
     if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: softcap must be positive, or None for none, got {softcap}.")
+        raise ValueError(f"{name}: softcap must be positive or None, got {softcap}.")
     if divisor is not None and reduction != "mean":
         raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
     if isinstance(divisor, Tensor) and divisor.dim() != 0:
@@ -224,7 +224,7 @@ def _check_weight(weight: Tensor, logits: Tensor) -> None:
     check_tensors("cross_entropy", weight=weight)
     if weight.shape != logits.shape[-1:] or not weight.dtype.is_floating_point:
         raise ValueError(
-            f"cross_entropy: weight must have shape {tuple(logits.shape[-1:])}, one float a class, got "
+            f"cross_entropy: weight must have shape {tuple(logits.shape[-1:])}, one float per class, got "
             f"{tuple(weight.shape)} {weight.dtype}."
         )
     if weight.requires_grad:

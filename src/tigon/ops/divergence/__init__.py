@@ -69,8 +69,8 @@ def kl_div(
         raise ValueError("kl_div: log_target must be False with a temperature, which takes logits, got True.")
     if reduction == "batchmean" and input.dim() not in (0, 2):
         raise ValueError(
-            "kl_div: input must be (M, V) with reduction='batchmean', which torch takes over the first dimension, "
-            f"got {tuple(input.shape)}: flatten(0, -2) for the mean over all rows."
+            "kl_div: input must be (M, V) with reduction='batchmean', which torch divides by the first dimension, got "
+            f"{tuple(input.shape)}: flatten(0, -2) for the mean over all rows."
         )
     form = "logits" if temperature is not None else "log" if log_target else "probabilities"
     return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, mask)
@@ -139,7 +139,7 @@ def _divergence(
     temperature: float | None, mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     if reduction not in REDUCTIONS:
-        more = " For one value an element there is torch.nn.functional.kl_div." if reduction == "none" else ""
+        more = " For one value per element use torch.nn.functional.kl_div." if reduction == "none" else ""
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.{more}")
     if not input.dtype.is_floating_point or input.dim() == 0:
         raise ValueError(f"{name}: input must be (..., V) floats, got {tuple(input.shape)} {input.dtype}.")
@@ -156,7 +156,7 @@ def _divergence(
         raise ValueError(f"{name}: temperature must be positive or None, got {temperature}.")
     if mask is not None and (mask.shape != input.shape[:-1] or mask.dtype != torch.bool or mask.device != input.device):
         raise ValueError(
-            f"{name}: mask must be booleans on {input.device}, one a row, {tuple(input.shape[:-1])}, "
+            f"{name}: mask must be booleans on {input.device}, one per row, {tuple(input.shape[:-1])}, "
             f"got {tuple(mask.shape)} {mask.dtype} on {mask.device}."
         )
     options = (kind, form, beta, temperature)

@@ -81,7 +81,7 @@ def embedding_bag(
     padding = check_bags(name, weight, values, offsets, mode, per_sample_weights, padding_idx, field_offsets)
     if grad == "rows" and torch.compiler.is_compiling():
         raise ValueError(
-            f"{name}: grad must be 'dense' under torch.compile, got 'rows', whose number the device alone knows."
+            f"{name}: grad must be 'dense' under torch.compile, got 'rows', whose number only the device knows."
         )
     if grad == "rows" and values.numel() > SORTED:
         raise ValueError(
@@ -90,7 +90,7 @@ def embedding_bag(
         )
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
-        raise ValueError(f"{name}: dtype must be one of floats, got {dtype}.")
+        raise ValueError(f"{name}: dtype must be a float dtype, got {dtype}.")
     # The kernels do not write fp64: reject such a result as such a weight is rejected.
     other = (weight.new_empty(0, dtype=dtype),) if dtype == torch.float64 else ()
     runs_triton = use_triton(weight, per_sample_weights, *other)

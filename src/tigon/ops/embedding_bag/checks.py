@@ -24,12 +24,12 @@ def check_bags(
     for what, t in (("offsets", offsets), ("field_offsets", field_offsets)):
         if t is not None and (t.dim() != 1 or t.dtype != torch.int64 or not t.shape[0]):
             raise ValueError(
-                f"{name}: {what} must be int64 of one dimension, where each begins and where the last ends, got "
+                f"{name}: {what} must be 1-d int64, the start of each and the end of the last, got "
                 f"{tuple(t.shape)} {t.dtype}."
             )
     fields = None if field_offsets is None else field_offsets.shape[0] - 1
     if fields == 0:
-        raise ValueError(f"{name}: field_offsets must have an entry more than there are fields, got 1 entry.")
+        raise ValueError(f"{name}: field_offsets must have one entry more than there are fields, got 1 entry.")
     if offsets is not None:
         if values.dim() != 1:
             raise ValueError(f"{name}: values must be (M,) where offsets are given, got {tuple(values.shape)}.")
@@ -39,28 +39,28 @@ def check_bags(
             )
         if fields and (offsets.shape[0] - 1) % fields:
             raise ValueError(
-                f"{name}: offsets must have B · {fields} + 1 entries, {fields} bags a sample, got {offsets.shape[0]}."
+                f"{name}: offsets must have B · {fields} + 1 entries, {fields} bags per sample, got {offsets.shape[0]}."
             )
     elif fields is None and values.dim() != 2:
         raise ValueError(f"{name}: values must be (B, L), or (M,) with offsets, got {tuple(values.shape)}.")
     elif fields is not None and (values.dim() not in (2, 3) or values.shape[1] != fields):
         raise ValueError(
-            f"{name}: values must be (B, {fields}) or (B, {fields}, L), as field_offsets tell {fields} fields, or (M,) "
-            f"with offsets, got {tuple(values.shape)}."
+            f"{name}: values must be (B, {fields}) or (B, {fields}, L), since field_offsets define {fields} fields, "
+            f"or (M,) with offsets, got {tuple(values.shape)}."
         )
     if per_sample_weights is not None:
         if mode != "sum":
             raise ValueError(f"{name}: mode must be 'sum' with per_sample_weights, got {mode!r}.")
         if per_sample_weights.shape != values.shape or not per_sample_weights.dtype.is_floating_point:
             raise ValueError(
-                f"{name}: per_sample_weights must be floats of the shape of values {tuple(values.shape)}, got "
+                f"{name}: per_sample_weights must be floats with values' shape {tuple(values.shape)}, got "
                 f"{tuple(per_sample_weights.shape)} {per_sample_weights.dtype}."
             )
     others = {"values": values, "offsets": offsets, "per_sample_weights": per_sample_weights,
               "field_offsets": field_offsets}  # fmt: skip
     for what, t in others.items():
         if t is not None and t.device != device:
-            raise ValueError(f"{name}: {what} must be on the device of the table, {device}, got {t.device}.")
+            raise ValueError(f"{name}: {what} must be on the table's device {device}, got {t.device}.")
     least = -V if fields is None else 0
     if padding_idx is not None and not least <= padding_idx < V:
         raise ValueError(f"{name}: padding_idx must lie in [{least}, {V}) or be None, got {padding_idx}.")

@@ -62,7 +62,7 @@ class Opaque:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         if self.weight is None:
-            raise TypeError("lora_linear: a layer that multiplies by itself has no dense weight.")
+            raise TypeError("lora_linear: a layer with its own product has no dense weight.")
         return self.weight(dtype)
 
     @property

@@ -100,7 +100,7 @@ def _check(
         if hasattr(t, "device_mesh"):
             raise ValueError(
                 f"prefix_attention: {name} must be a plain tensor, got a DTensor: pass to_local(), with a layout of "
-                "the rows that are there."
+                "the local rows."
             )
     if not isinstance(layout, PrefixLayout):
         raise ValueError(f"prefix_attention: layout must be a tigon.PrefixLayout, got {type(layout).__name__}.")
@@ -125,7 +125,7 @@ def _check(
     if layout.device != q.device:
         raise ValueError(
             f"prefix_attention: layout must lie on q's device {q.device}, got {layout.device}: make it with device=…, "
-            "or move it by layout.to(…)."
+            "or call layout.to(…)."
         )
     if across not in ("none", "suffixes"):
         raise ValueError(f"prefix_attention: across must be 'none' or 'suffixes', got {across!r}.")

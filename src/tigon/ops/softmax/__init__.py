@@ -69,8 +69,8 @@ def softmax(
 def _check_mask(x: Tensor, mask: Tensor) -> None:
     if not mask.dtype.is_floating_point:
         raise ValueError(
-            f"softmax: mask must be floats that are added to the scores, got {mask.dtype}. A boolean one becomes such "
-            "by torch.zeros_like(scores).masked_fill(~keep, -torch.inf)."
+            f"softmax: mask must be floats that are added to the scores, got {mask.dtype}. Convert a boolean mask "
+            "with torch.zeros_like(scores).masked_fill(~keep, -torch.inf)."
         )
     if mask.device != x.device:
         raise ValueError(f"softmax: mask must be on x's device, {x.device}, got {mask.device}.")

@@ -97,7 +97,7 @@ class GraphStep(Generic[P, R]):
             raise TypeError(f"graph_step: step must be a function, got {type(step).__name__}.")
         for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
             if type(number) is not int or number < 1:
-                raise ValueError(f"graph_step: {name} must be a whole number of at least 1, got {number!r}.")
+                raise ValueError(f"graph_step: {name} must be an integer, at least 1, got {number!r}.")
         self._step, self._warmup, self._most = step, warmup, max_graphs
         self._optimizers = list_optimizers(optimizer)
         self._warned: set[str] = set()
@@ -139,8 +139,8 @@ class GraphStep(Generic[P, R]):
         graph = self._graphs.get(key)
         if graph is not None and graph.is_stale():
             self._warn_once(
-                "captures again: the memory of parameters, gradients or optimizer state that the graph works on was "
-                "replaced, as load_state_dict of an optimizer does."
+                "captures again: the memory of parameters, gradients or optimizer state that the graph uses was "
+                "replaced, for example by an optimizer's load_state_dict."
             )
             self.reset()
             graph = None

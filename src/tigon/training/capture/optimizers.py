@@ -57,8 +57,8 @@ class OptimizerState:
                 raise ValueError(
                     f"graph_step: the optimizer's {name} must stay as it was in the capture, {numbers[name]!r}, got "
                     f"{now.get(name)!r}, which a replay would not see. Make the learning rate a tensor on the GPU, "
-                    "into which schedulers write: lr=torch.tensor(1e-4, device='cuda'). After another change call "
-                    "reset()."
+                    "which schedulers update in place: lr=torch.tensor(1e-4, device='cuda'). After other changes "
+                    "call reset()."
                 )
 
 
@@ -67,8 +67,8 @@ def list_optimizers(given: Any) -> list[Optimizer]:
     for i, optimizer in enumerate(several):
         if isinstance(optimizer, MicroBatchSAM):
             raise TypeError(
-                "graph_step: optimizer must be no MicroBatchSAM, which cannot be captured: it sets the random numbers "
-                "between its two passes."
+                "graph_step: optimizer must not be a MicroBatchSAM, which cannot be captured: it sets the random "
+                "state between its two passes."
             )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(

@@ -91,15 +91,17 @@ class Recorder:
     def _sentence(self, failure: RuntimeError) -> str:
         said = str(failure).strip().split("\n")[0].rstrip(".")
         if self.waits:
-            hint = f"Lines that waited for the device in the call before, as no capture can: {', '.join(self.waits)}."
+            hint = (
+                f"Lines that waited for the device in the previous call, which no capture can: {', '.join(self.waits)}."
+            )
         else:
             hint = (
-                "It must not wait for the device (.item(), .cpu(), `if tensor`, an index of booleans), bring tensors "
-                "from the host, or go backward while the loss of an earlier eager step is still alive."
+                "The step must not wait for the device (.item(), .cpu(), `if tensor`, a boolean index), copy "
+                "tensors from the host, or run backward while the loss of an earlier eager step is still alive."
             )
         return (
-            f"graph_step: the step cannot be captured in a CUDA graph: {said}. {hint} If CUDA fails from now on, start "
-            "the process anew."
+            f"graph_step: the step cannot be captured in a CUDA graph: {said}. {hint} If CUDA fails afterwards, "
+            "restart the process."
         )
 
 

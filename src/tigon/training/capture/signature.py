@@ -32,7 +32,7 @@ class Signature(NamedTuple):
         if any(t.device != device for t in results) or any(kind in (float, complex) for kind, *_ in self.leaves):
             raise RuntimeError(
                 f"graph_step: results of the step must be tensors on {device}, since a replay computes nothing on the "
-                "host; got a tensor elsewhere, or a number. Return the tensor, and call .item() on what you get back."
+                "host; got a tensor elsewhere, or a number. Return the tensor, and call .item() on the returned tensor."
             )
 
 

@@ -66,22 +66,22 @@ def apply_hpz(
     """
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise RuntimeError(
-            f"apply_hpz: needs an FSDP2 with FSDPModule.set_custom_all_gather, which torch {torch.__version__} has not."
+            f"apply_hpz: needs an FSDP2 with FSDPModule.set_custom_all_gather, which torch {torch.__version__} lacks."
         )
     if mesh is None:
         accelerator = torch.accelerator.current_accelerator()
         mesh = init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
     if mesh.ndim != 1:
         raise ValueError(
-            f"apply_hpz: mesh must have one dimension, the ranks that weights are sharded over, got {mesh.ndim}. Of a "
-            f"mesh of several, give the one that shards: mesh['shard']."
+            f"apply_hpz: mesh must have one dimension, the ranks that weights are sharded over, got {mesh.ndim}. If "
+            "the mesh has several, pass the sharding dimension: mesh['shard']."
         )
     size = _group_size(mesh, group_size)
     _check_parameters(model, mesh)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         if units is not None or options:
             raise ValueError(
-                f"apply_hpz: the model is sharded by fully_shard already, with units and options of its own; got "
+                "apply_hpz: the model is already sharded by fully_shard, with its own units and options; got "
                 f"{', '.join(['units'] * (units is not None) + list(options))} besides."
             )
     else:
@@ -130,21 +130,21 @@ def _group_size(mesh: DeviceMesh, group_size: int | Literal["node"]) -> int:
         on_each = [len(list(ranks)) for _, ranks in groupby(hosts)]
         if len(set(on_each)) > 1 or len(on_each) != len(set(hosts)):
             raise ValueError(
-                f'apply_hpz: group_size="node" wants as many ranks on each host, next to each other in the mesh, got '
-                f"{on_each} ranks in its order. Give a number that divides {world}."
+                f'apply_hpz: group_size="node" needs equally many ranks on each host, adjacent in the mesh, got '
+                f"{on_each} ranks in mesh order. Pass a number that divides {world}."
             )
         if len(on_each) == 1:
             raise ValueError(
-                f'apply_hpz: group_size="node", and all {world} ranks are on one host: there is no link between nodes '
-                "to save. Apply fully_shard alone, or give a number to try it out."
+                f'apply_hpz: group_size="node", and all {world} ranks are on one host: there is no traffic between '
+                "nodes to save. Use fully_shard alone, or pass a number to try hpZ."
             )
         return on_each[0]
     if not isinstance(group_size, int) or isinstance(group_size, bool):
         raise ValueError(f'apply_hpz: group_size must be "node" or a number of ranks, got {group_size!r}.')
     if not 0 < group_size < world or world % group_size:
         raise ValueError(
-            f"apply_hpz: group_size must divide the {world} ranks of the mesh into groups of equal size, more than "
-            f"one, got {group_size}."
+            f"apply_hpz: group_size must divide the {world} ranks of the mesh into several equal groups, got "
+            f"{group_size}."
         )
     return group_size
 
@@ -154,14 +154,14 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
         local = p.to_local() if isinstance(p, DTensor) else p
         if hasattr(local, "fsdp_pre_all_gather"):
             raise ValueError(
-                f"apply_hpz: {name} is a {type(local).__name__}, which makes what is gathered, float8 numbers say, "
-                "anew before each gather; the second shard would not follow. Gather it in a floating-point dtype, or "
-                "leave hpZ away."
+                f"apply_hpz: {name} is a {type(local).__name__}, which recomputes the gathered data (for example "
+                "float8) before each gather; the second shard would be stale. Gather the parameter in a "
+                "floating-point dtype, or do not use hpZ."
             )
         if isinstance(p, DTensor) and p.device_mesh != mesh:
             raise ValueError(
-                f"apply_hpz: {name} is a DTensor over {p.device_mesh}, and not over the mesh that was given, {mesh}. "
-                "Second shards are kept of weights that FSDP2 alone shards, not of tensor-parallel ones."
+                f"apply_hpz: {name} is a DTensor over {p.device_mesh}, not over the given mesh {mesh}. "
+                "hpZ supports weights sharded by FSDP2 alone, not tensor-parallel weights."
             )
 
 

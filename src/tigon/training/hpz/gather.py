@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 STALE = (
-    "tigon.training.hpz: weights have changed and nothing shows it (writes through p.data, torch._foreach_* outside "
-    "of an optimizer): call refresh() of what apply_hpz returned after changing them."
+    "tigon.training.hpz: weights have changed without notice (writes through p.data, torch._foreach_* outside "
+    "of an optimizer): call refresh() on the result of apply_hpz after changing weights."
 )
 # Weights are compared as bits, so that NaN equals itself.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

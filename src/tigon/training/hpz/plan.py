@@ -42,7 +42,7 @@ class Plan:
             f"micro-steps: {self.micro_steps}"
         ]
         for title, table in (
-            ("memory of a GPU, MiB", self.memory),
+            ("memory per GPU, MiB", self.memory),
             ("to a GPU from other nodes, MiB", self.across),
             ("to a GPU from its node, MiB", self.inside),
         ):
@@ -78,8 +78,7 @@ def plan(
     """
     if not 0 < group_size < world_size or world_size % group_size:
         raise ValueError(
-            f"plan: group_size must divide world_size, {world_size}, into groups of equal size, more than one, got "
-            f"{group_size}."
+            f"plan: group_size must divide world_size, {world_size}, into several equal groups, got {group_size}."
         )
     layers = [_sizes(block.parameters(), world_size, dtype) for block in blocks(model)]
     inner = {id(p) for block in blocks(model) for p in block.parameters()}
