@@ -353,6 +353,14 @@ def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkey
         rank.search_blocks(*parts, options(1), folder=tmp_path / "none")
 
 
+def test_a_trial_killed_before_its_first_heartbeat_is_replaced(tmp_path, monkeypatch):
+    study = module.open_study(tmp_path)
+    study.ask()
+    assert module._count_states(study) == {"RUNNING": 1}
+    monkeypatch.setattr(module, "GRACE", -1)
+    assert module._count_states(study) == {"FAIL": 1}
+
+
 def test_two_searches_share_the_trials_of_a_study(parts, tmp_path):
     """Each waits for the trials and the refits of the other, and has the same result."""
     results = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import math
 import os
@@ -188,6 +189,11 @@ def _count_states(study: Any) -> Counter[str]:
 
     with _ignore_experimental():
         fail_stale_trials(study)
+    for one in study.get_trials(deepcopy=False):
+        # Killed before its first heartbeat, which Optuna does not count as stale.
+        began = one.datetime_start if one.state.name == "RUNNING" and "graph" not in one.user_attrs else None
+        if began is not None and (datetime.datetime.now() - began).total_seconds() > GRACE:
+            study.tell(one.number, state=type(one.state).FAIL, skip_if_finished=True)
     return Counter(one.state.name for one in study.get_trials(deepcopy=False))
 
 
