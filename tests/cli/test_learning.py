@@ -159,9 +159,9 @@ def test_embeddings_that_are_one_or_tell_nothing_are_warned_of():
     (one,) = find_doubts(torch.ones(8, 4), {})
     assert "larger --gamma" in one
     (nothing,) = find_doubts(apart, {**told, "val": 0.43})
-    assert "0.430 of the nodes" in nothing
+    assert "validation accuracy 0.430" in nothing
     (worse,) = find_doubts(apart, {**told, "val": 0.5})
-    assert "0.500 of the nodes to validate on, and 0.600 before it" in worse
+    assert "validation accuracy 0.500, and 0.600 before the fit" in worse
 
 
 def test_work_is_told_of_where_there_is_no_terminal(monkeypatch, capsys):
