@@ -132,7 +132,7 @@ def test_a_fit_that_ends_at_chance_says_so(plant, here, tmp_path):
     write(tmp_path, train=columns, test=columns)
     found, said = fit(here, tmp_path, "lirank", "--val-split", "request", "--epochs", 3)
     (sentence,) = found["warnings"]
-    assert "does not tell the ranker from chance: an AUC of 0." in sentence
+    assert "the validation AUC is no better than chance: 0." in sentence
     assert "--epochs, or a smaller --batch-size" in sentence
     assert f"warning: {sentence}" in said.err
     assert "…" not in sentence

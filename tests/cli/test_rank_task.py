@@ -71,7 +71,7 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     done = tigon(*arguments(tables, output, *own)).ok()
     found = losses(output)
     assert list(found) == list(range(1, 5))
-    assert "chosen from 96 rows: num_train_epochs" not in done.out, "all of these options are given"
+    assert "chosen for 96 rows: num_train_epochs" not in done.out, "all of these options are given"
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [row["step"] for row in history if "eval_auc_like" in row] == [2, 4]
     assert {"prompt.yaml", "ranker.json"} <= {file.name for file in (output / "checkpoint-4").iterdir()}
@@ -98,7 +98,7 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     more = ("--model_name_or_path", "llama-tiny", "--no_fuse", "--teacher", output, "--distil", 1.0,
             "--test_split_size", 0)  # fmt: skip
     done = tigon(*arguments(tables, student, *more, "--calibrate", "none", "--max_steps", 2)).ok()
-    assert "chosen from 96 rows: learning_rate 0.001; options of these names override them" in done.out
+    assert "chosen for 96 rows: learning_rate 0.001; override with the options of the same names" in done.out
     assert "Ran in the last step: prefix" in done.out
     assert losses(student)[1] == pytest.approx(0.693, abs=0.05)
     assert (student / "tokenizer.json").read_bytes() != (output / "tokenizer.json").read_bytes()
@@ -126,7 +126,7 @@ def test_a_task_of_one_class(tigon, checkpoint, tables, tmp_path):
     tigon(
         *arguments(tables, tmp_path / "run", "--model_name_or_path", checkpoint),
         "--dataset_name", tmp_path / "rows.csv",
-    ).problem("task like: all ", "labels are 'yes', so that there is nothing to learn")  # fmt: skip
+    ).problem("task like: all ", "labels are 'yes', so there is nothing to learn")  # fmt: skip
 
 
 def test_two_processes(together, checkpoint, tables, tmp_path):
