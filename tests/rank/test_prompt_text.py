@@ -85,7 +85,7 @@ def test_values_cannot_write_without_end():
 def test_an_unknown_column_gets_the_nearest_name():
     with pytest.raises(ValueError, match=r"names 'title', but there is no such column; did you mean 'titel'\?"):
         prompt().render("candidate", {"titel": "Heat", "year": 1995})
-    with pytest.raises(ValueError, match=r"event names 'rating', and there is no such column; there are 'ago',"):
+    with pytest.raises(ValueError, match=r"event names 'rating', but there is no such column; there are 'ago',"):
         prompt().check_columns("event", ["title", "year"])
     prompt().check_columns("event", ["title", "year", "rating"])
 

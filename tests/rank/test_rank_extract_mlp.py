@@ -184,7 +184,7 @@ def test_bad_data():
         rank.extract_mlp(made, other)
     with pytest.raises(ValueError, match=r"the result of rank.extract_mlp\(ranker, data\).*got the LiRank itself"):
         rank.find_interactions(made)
-    with pytest.raises(ValueError, match="names and spread are those of the ranker's fields"):
+    with pytest.raises(ValueError, match="names and spread must be omitted: the ranker's fields"):
         rank.find_interactions(rank.extract_mlp(made, data), spread=[1.0])
     ligr = rank.LiGR(
         rank.Schema(rank.Roles("banner", labels="click"), {"banner": rank.Id(side="item", vocab=(1,))}),

@@ -238,7 +238,7 @@ def test_what_cannot_be_fitted_gets_a_sentence():
         check_monitor(alone, "ndcg@5")
     with pytest.raises(ValueError, match=r"loss must be bce if each request has a single row.*got 'pairwise'"):
         rank.fit(rank.LiRank(alone.schema), alone, options=rank.FitOptions(loss="pairwise"))
-    with pytest.raises(ValueError, match=r"metric must be of a label of click, got 'buy:auc'\.$"):
+    with pytest.raises(ValueError, match=r"metric must be for one of the labels click, got 'buy:auc'\.$"):
         rank.fit(Linear(), TRAIN, VAL, rank.FitOptions(metric="buy:auc"))
     with pytest.raises(ValueError, match=r"train must have labels"):
         rank.fit(Linear(), TRAIN.with_labels())

@@ -510,7 +510,7 @@ def test_histories_that_cannot_be_read_get_a_sentence(history, said):
         (ROWS, {"labels": ["clik"]}, "must have the column 'clik', a label; did you mean 'click'"),
         (ROWS, {"labls": ["click"]}, "there is no argument 'labls'; did you mean 'labels'"),
         (ROWS, {"labels": ["click >= word"]}, "row 0: >= needs a number, got 'word'"),
-        (ROWS, {"labels": [], "history": "positives"}, "history='positives' needs labels, and the impressions have"),
+        (ROWS, {"labels": [], "history": "positives"}, "history='positives' needs labels, but the impressions have"),
         (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= already defines the roles, got also item"),
         (ROWS, {"history": EVENTS, "action": ["raing"]}, "the history must have the column 'raing', an action; there"),
         (ROWS, {"items": {"item": ["a", "a"], "n": [1, 2]}}, "the items must have each 'item' once, but have 'a' more"),

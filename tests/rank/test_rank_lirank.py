@@ -513,7 +513,7 @@ def test_data_of_other_codes_are_refused():
         (rank.score, other, r"rank\.score: data must be read with .* 'a' has a different vocabulary with 3"),
         (rank.fit, other, r"rank\.fit: data must be read with .* 'a' has a different vocabulary with 3"),
         (rank.score, less, "'a' has a vocabulary with 2 values, but 3 in the ranker's"),
-        (rank.score, none, r"schema=ranker\.schema: it has no field 'a'\.$"),
+        (rank.score, none, r"schema=ranker\.schema: data has no field 'a'\.$"),
     ):
         with pytest.raises(ValueError, match=sentence):
             call(model, table)

@@ -85,7 +85,7 @@ def test_sentences():
         (lambda: snips(ones, half[:2], half), r"logged must be \(n,\) .* as reward is \(3,\), got \(2,\)"),
         (lambda: dr(ones, half, half, ones[:1], ones), r"predicted must be \(n,\)"),
         (lambda: direct(ones * math.nan), "expected must be finite, got nan"),
-        (lambda: direct(torch.zeros(0)), "with a row or more"),
+        (lambda: direct(torch.zeros(0)), "with at least one row"),
         (lambda: ips(ones, half, half, clip=0), "clip must be above 0"),
         (lambda: ips(ones, half, half, level=1.0), "level in"),
         (lambda: replay(ones, 2 * ones), "matches must be from 0 to 1"),

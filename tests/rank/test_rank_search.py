@@ -323,7 +323,7 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts, tmp_path
     other = rank.Impressions.read(table(label="bought"), labels="bought").split(by="request", fraction=0.3)
     for arguments, sentence in (
         ((*other, options(6)), r"started with labels click, but got bought;"),
-        ((fewer, val, options(6)), r"begun with training data 168 requests, \w+, and now there is 100 requests, "),
+        ((fewer, val, options(6)), r"started with training data 168 requests, \w+, but got 100 requests, "),
         ((train, fewer, options(6)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
         ((*parts, options(6, sampler="random")), r"with sampler evolution, and now there is random;"),
         ((*parts, options(6, seed=1)), r"begun with seed 0, and now there is 1;"),
