@@ -36,7 +36,7 @@ def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
     run = tmp_path / "run"
     shown = here("graph", "fit", "--data", file, *SMALL, "--epochs", 12, "--seed", "0,3", "-o", run).ok()
     assert "seed 3, epoch 12: loss" in shown.err
-    assert "120 nodes of 12 numbers" in shown.err
+    assert "120 nodes with 12 features" in shown.err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["seed"], row["step"]) for row in rows] == [(seed, step) for seed in (0, 3) for step in range(1, 13)]
     record = json.loads((run / "results.json").read_text())
@@ -68,7 +68,7 @@ def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
     np.savez(tmp_path / "other.npz", x=of.x.numpy(), edge_index=of.edge_index.numpy()[:, :9])
     text = (run / "run.json").read_text()
     (run / "run.json").write_text(text.replace(str(file), str(tmp_path / "other.npz")))
-    here("graph", "probe", run).problem("is not what the run in", "was fitted to")
+    here("graph", "probe", run).problem("has changed since the run in", "was fitted")
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_p
         in said.err
     )
     assert not (cut / "seed-0").exists()
-    here("graph", "probe", cut).problem("no seed of", "is at its end; go on by")
+    here("graph", "probe", cut).problem("no seed in", "is complete; resume with")
     # A kill in the second seed, before it has a checkpoint: the first one is not fitted again.
     at(1, 3, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -109,10 +109,10 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
     arrays = np.load(file)
     np.savez(tmp_path / "bare.npz", x=arrays["x"], edge_index=arrays["edge_index"])
     shown = here("graph", "fit", "--data", tmp_path / "bare.npz", *SMALL, "--epochs", 2, "-o", tmp_path / "run").ok()
-    assert "the last epoch is kept, for the graph has no y, train and val" in shown.err
+    assert "the last epoch is kept, as the graph has no y, train and val" in shown.err
     assert vectors(tmp_path / "run").shape == (120, 16)
     here("graph", "probe", tmp_path / "run").problem("graph must have y, train and test, got no y and no train")
-    here("graph", "probe", tmp_path / "none").problem("graph probe: RUN must be the folder of a run of tigon graph fit")
+    here("graph", "probe", tmp_path / "none").problem("graph probe: RUN must be a tigon graph fit run folder")
     place = tmp_path / "bare.npz" / "a.png"
     here("graph", "probe", tmp_path / "run", "--plot", place).problem(
         "graph probe: --plot", "a file with that name exists"
@@ -126,8 +126,8 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
     [
         ((), ("--data must name a graph",)),
         (("--data", "reddit"), ("--data must be one of cora, citeseer, pubmed, or a file, got reddit",)),
-        (("--data", "cora"), ("--root must name the folder of the files of cora",)),
-        (("--data", "cora", "--root", "."), ("must hold the files of cora, got none of ind.cora.x",)),
+        (("--data", "cora"), ("--root must name the folder with the cora files",)),
+        (("--data", "cora", "--root", "."), ("must hold the cora files, got none of ind.cora.x",)),
         (("--data", "{file}", "--root", "."), ("--root is for --data cora, citeseer, pubmed",)),
         (("--data", "{file}", "--eps", "0"), ("--eps must be positive, got 0.0",)),
         (("--data", "{file}", "--lr", "nan"), ("--lr must be positive, got nan",)),
@@ -138,7 +138,7 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
         (("--data", "far.npz"), ("edge_index must lie in [0, 2), the nodes, got 2",)),
         (("--data", "turned.npz"), ("edge_index must be (2, e) integers, sources and targets, got (3, 2)",)),
         (("--data", "alone.npz"), ("edge_index must hold an edge between two nodes",)),
-        (("--data", "one.npz"), ("train must have nodes of two classes, got one",)),
+        (("--data", "one.npz"), ("train must have nodes from two classes, got one",)),
         (("--resume",), ("no run in", "to resume")),
     ],
 )

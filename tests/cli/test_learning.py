@@ -132,7 +132,7 @@ def test_a_fit_that_ends_at_chance_says_so(plant, here, tmp_path):
     write(tmp_path, train=columns, test=columns)
     found, said = fit(here, tmp_path, "lirank", "--val-split", "request", "--epochs", 3)
     (sentence,) = found["warnings"]
-    assert "does not tell the ranker from chance: an AUC of 0." in sentence
+    assert "the validation AUC is no better than chance: 0." in sentence
     assert "--epochs, or a smaller --batch-size" in sentence
     assert f"warning: {sentence}" in said.err
     assert "…" not in sentence
@@ -159,9 +159,9 @@ def test_embeddings_that_are_one_or_tell_nothing_are_warned_of():
     (one,) = find_doubts(torch.ones(8, 4), {})
     assert "larger --gamma" in one
     (nothing,) = find_doubts(apart, {**told, "val": 0.43})
-    assert "0.430 of the nodes" in nothing
+    assert "validation accuracy 0.430" in nothing
     (worse,) = find_doubts(apart, {**told, "val": 0.5})
-    assert "0.500 of the nodes to validate on, and 0.600 before it" in worse
+    assert "validation accuracy 0.500, and 0.600 before the fit" in worse
 
 
 def test_work_is_told_of_where_there_is_no_terminal(monkeypatch, capsys):

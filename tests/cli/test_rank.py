@@ -123,7 +123,7 @@ def test_a_run_learns_and_leaves_a_ranker_and_its_results(run, here, data):
     assert not list(out.glob("checkpoint-*"))
     assert "auc" in said.out
     assert "like by score" in said.out
-    assert "it reads of a request timestamp; of an item item_id, kind; of an impression position\n" in said.err
+    assert "reads from requests: timestamp; from items: item_id, kind; from impressions: position\n" in said.err
     here("rank", "fit", *data, "-o", out).problem("contains a run", "--overwrite replaces it")
     here("rank", "fit", "--resume", "-o", out).problem("is complete")
 
@@ -266,7 +266,7 @@ def test_several_seeds_are_runs_beside_each_other(folder, here, tmp_path):
     assert shown["summary"] == found["summary"]["test"]
     assert [row["seed"] for row in shown["seeds"]] == [3, 1]
     assert (out / "eval.png").stat().st_size > 1000
-    with pytest.raises(Problem, match=r"rank score: .* holds runs of the seeds 3, 1; name one of them, .*seed-3"):
+    with pytest.raises(Problem, match=r"rank score: .* holds runs for the seeds 3, 1; choose one run, .*seed-3"):
         RankerFolder("rank score", out, torch.device("cpu"))
     here("rank", "fit", *data, "--seed", "1,x").problem("--seed must be integers from 0 to 10**9", "got 1,x")
 
@@ -302,7 +302,7 @@ def test_impressions_by_row_groups(folder, here, tmp_path, monkeypatch):
     options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-save-priors", *TINY, "--layers", 1)
     out = tmp_path / "run"
     said = here("rank", "fit", *data, *options, "-o", out).ok()
-    assert "12 requests, 4 to validate on" in said.err
+    assert "12 requests, 4 for validation" in said.err
     assert "from 7 row groups, 1 MiB at a time" in said.err
     assert results(out)["validation"]["rows"] == 4 * SHOWN
     assert results(out)["steps"] == 2
@@ -347,7 +347,7 @@ def test_the_next_item_among_all_and_programs_of_the_ranker(folder, here, tmp_pa
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = (*TINY, "--layers", 1, "--epochs", 1, "--val-split", "request", "--val-fraction", 0.5, "--draws", 5)
     said = here("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
-    assert "it reads of an event item_id\n" in said.err  # nothing of the request, which comes after them
+    assert "the ranker reads from events: item_id\n" in said.err  # nothing of the request, which comes after them
     metrics = results(out)["validation"]["metrics"]["next item"]
     assert {"mrr", "ndcg@10", "hr@10"} <= set(metrics)
     assert 0 < metrics["mrr"]["value"] < 1
@@ -362,7 +362,7 @@ def test_the_next_item_among_all_and_programs_of_the_ranker(folder, here, tmp_pa
     else:
         assert [file.rpartition("/")[2] for file in onnx.ok().out.split()] == ["encode.onnx", "score.onnx"]
     sglang = here("rank", "export", out, "--to", "sglang", "-o", tmp_path / "sglang")
-    sglang.problem("--to sglang is for rankers by prompts", "a LiGR goes to torch-export or onnx")
+    sglang.problem("--to sglang is for prompt rankers", "export a LiGR to torch-export or onnx")
     wrong = here("rank", "export", out, "--to", "tflite")
     wrong.problem("--to must be one of torch-export, onnx, sglang, got tflite")
 
@@ -396,7 +396,7 @@ def test_the_next_item_without_labels_and_the_log_of_every_step(folder, here, tm
             ("--data", "{train}", "--label-weight", "click"),
             ("--label-weight must be a label and a number", "got click"),
         ),
-        (("--data", "{train}", "--label-weight", "buy=1"), ("--label-weight must be of labels, click", "got 'buy'")),
+        (("--data", "{train}", "--label-weight", "buy=1"), ("--label-weight must be for the labels", "got 'buy'")),
         (("--data", "{train}", "--heads", "3"), ("heads",)),
         (("--data", "{train}", "--val-fraction", "1e-9"), ("leaves no request to validate on",)),
         (("--data", "{train}", "--schema", "."), ("Is a directory",)),
@@ -427,7 +427,7 @@ def test_files_of_others_and_data_that_changed(folder, data, tigon, here, tmp_pa
     assert tigon("rank", "fit", "--data", own, "--label", "click", *TINY, "-o", out, limit=20_000).code == 2
     shutil.copyfile(folder / "train.parquet", own)
     here("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("the data differs from", "the run in")
-    here("rank", "eval", out, "--data", own).problem("is not at its end", "--resume")
+    here("rank", "eval", out, "--data", own).problem("is incomplete", "--resume")
     here("rank", "eval", tmp_path, "--data", own).problem("holds no ranker")
 
 

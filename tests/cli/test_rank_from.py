@@ -49,7 +49,7 @@ def test_runs_go_on_from_each_other(folder, first, here, tmp_path):
     said = here(
         "rank", "fit", "--from", first, "--data", folder / "second.csv", "-o", second, "--prior-strength", 0.5, *TINY
     )
-    assert "lirank of" in said.ok().err
+    assert "lirank with" in said.ok().err
     here("rank", "fit", "--from", second, "--data", folder / "third.csv", "-o", third, *TINY).ok()
     fields = [json.loads((run / "model" / "schema.json").read_text())["fields"] for run in (first, second, third)]
     vocabs = [one["banner"]["vocab"] for one in fields]
@@ -82,24 +82,24 @@ def test_sentences(folder, first, here, tmp_path):
     def refused(*words, options=(), out=out):
         here("rank", "fit", "--from", first, *data, *out, *options).problem(*words)
 
-    here("rank", "fit", "--from", tmp_path, *data, *out).problem("--from must be the folder of a ranker")
-    refused("--output must be another folder than --from", out=("-o", first))
-    refused("--from has a ranker with its own --mlp", options=("--mlp", "4"))
-    refused("--from has the columns already, got --user", options=("--user", "visitor"))
-    refused("--loss must be bce of impressions", options=("--loss", "softmax"))
+    here("rank", "fit", "--from", tmp_path, *data, *out).problem("--from must be a ranker folder")
+    refused("--output must differ from --from", out=("-o", first))
+    refused("the --from ranker already has --mlp", options=("--mlp", "4"))
+    refused("--from already defines the columns, got also --user", options=("--user", "visitor"))
+    refused("--loss must be bce on impressions", options=("--loss", "softmax"))
     refused("--table-optimizer must be adamw with priors", options=("--table-optimizer", "row-adagrad"))
     schema = json.loads((first / "schema.json").read_text())
     schema["fields"]["banner"]["vocab"].reverse()
     (tmp_path / "turned.json").write_text(json.dumps(schema))
     turned = ("--schema", tmp_path / "turned.json")
-    refused("for 'banner' 'b5' in the place of 'b0', whose row it would read", options=turned)
+    refused("for 'banner' 'b5' in place of 'b0', whose row it would read", options=turned)
     assert not (tmp_path / "out").exists()
     (first / "model" / "priors.safetensors").rename(tmp_path / "kept")
     refused("--prior-strength needs priors.safetensors")
     (tmp_path / "kept").rename(first / "model" / "priors.safetensors")
     softmax = ("-o", tmp_path / "out", *TINY, *MODEL, "--loss", "softmax")
     fit = ("rank", "fit", "--data", folder / "first.csv")
-    here(*fit, *softmax, "--save-priors").problem("--save-priors needs --loss bce of impressions, got softmax")
+    here(*fit, *softmax, "--save-priors").problem("--save-priors needs --loss bce on impressions, got softmax")
     for name, more in (("without", ("--no-save-priors",)), ("rows", ("--table-optimizer", "row-adagrad"))):
         here(*fit, "-o", tmp_path / name, *TINY, *MODEL, *more).ok()
         assert (tmp_path / name / "model" / "explorer.safetensors").is_file()

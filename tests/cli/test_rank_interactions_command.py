@@ -62,7 +62,7 @@ def run(folder, here, tmp_path_factory):
 
 def test_a_fit_warns_of_what_tells_a_label_and_of_missing_values(run):
     out, said = run
-    assert "warning: Field 'watched' alone tells label 'score', with an AUC of 1.0000. If it says" in said.err
+    assert "warning: Field 'watched' alone predicts label 'score', with AUC 1.0000. If the field" in said.err
     assert "note: Label 'long' has no value in " in said.err
     results = json.loads((out / "results.json").read_text())
     assert [one.split(" alone")[0] for one in results["warnings"]] == ["Field 'watched'"]
@@ -104,7 +104,7 @@ def test_interactions_of_a_run(run, folder, here, tmp_path, capsys):
     written = ("--as-crosses", schema, "--crosses", 2, "--hash-rows", 500)
     said = here(*command, "--top", 3, *written).ok()
     assert "3 of 6 sets" in said.out
-    assert "note: Field 'site' is left out: it is the same in all rows." in said.err
+    assert "note: Field 'site' is left out: it is constant over all rows." in said.err
     data = rank.Impressions.read(folder / "train.csv", schema=rank.Schema.load(schema))
     made = [name for name, field in data.schema.fields.items() if field.kind == "Cross"]
     assert [data.schema.fields[name].hash_rows for name in made] == [500, 500]
@@ -113,7 +113,7 @@ def test_interactions_of_a_run(run, folder, here, tmp_path, capsys):
     assert (found["order"], found["sets"]) == (2, 6)
     assert set(found["fields"]) == {"banner", "size", "country", "watched"}
     assert sum(one["share"] for one in found["interactions"]) == pytest.approx(1)
-    assert f"tigon rank fit --schema {schema} fits with it" in said.out
+    assert f"train with: tigon rank fit --schema {schema}" in said.out
     here(*command, *written).problem(f"--as-crosses {schema} already exists; --overwrite replaces it")
     with pytest.raises(Problem, match=r"--as-crosses .*next.json already exists; --overwrite replaces it"):
         called(out, as_crosses=schema)
@@ -129,8 +129,8 @@ def test_interactions_of_a_run(run, folder, here, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"order": 9}, "--order must be None or an integer from 2 to 4, how many features there are, got 9"),
-        ({"order": 3, "pairs": True}, "--pairs is --order 2, got --order 3 besides"),
+        ({"order": 9}, "--order must be None or an integer from 2 to 4, the number of features, got 9"),
+        ({"order": 3, "pairs": True}, "--pairs means --order 2, got also --order 3"),
         ({"method": "pid"}, "--method must be one of persistence, nid, got pid"),
         ({"as_crosses": "."}, "--as-crosses must be a file, got the folder"),
         ({"label": "scor"}, "there is no label 'scor'; did you mean 'score'?"),
@@ -149,9 +149,9 @@ def called(run, **options):
 def test_other_rankers_have_none(run, tmp_path):
     schema = rank.Schema(rank.Roles("banner", labels="score"), {"banner": rank.Id(side="item", vocab=(1, 2))})
     rank.LiGR(schema, rank.LiGRConfig(8, 1)).save_pretrained(tmp_path / "ligr")
-    with pytest.raises(Problem, match="is for --model lirank, whose MLP reads the fields of a row, got a LiGR"):
+    with pytest.raises(Problem, match="requires --model lirank, whose MLP reads row fields, got a LiGR"):
         called(tmp_path / "ligr")
     plain = rank.Ranker.from_pretrained(run[0] / "model")
     rank.LiRank(plain.schema, rank.LiRankConfig(4, mlp=())).save_pretrained(tmp_path / "linear")
-    with pytest.raises(Problem, match="--data must name rows that say how far the fields of"):
+    with pytest.raises(Problem, match="--data must name rows for measuring how much the fields in"):
         called(tmp_path / "linear")

@@ -79,9 +79,9 @@ def test_a_run_learns_rows_without_items(run):
     assert set(found["test"]["metrics"]["click"]) == {"auc", "log_loss", "ece"}
     assert found["test"]["metrics"]["click"]["log_loss"]["value"] < 0.5
     assert (found["validation"]["rows"], found["test"]["requests"]) == (200, 400)
-    assert "it reads of an impression banner, visitor, size, country, site\n" in said.err
-    assert "note: Field 'site' has one value in all 800 rows: nothing can be learned of it." in said.err
-    assert "calibrated on the 200 rows of the validation" in said.err
+    assert "the ranker reads from impressions: banner, visitor, size, country, site\n" in said.err
+    assert "note: Field 'site' has one value in all 800 rows: nothing can be learned from this field." in said.err
+    assert "calibrated on the 200 validation rows" in said.err
     config = results(out / "model", "config.json")
     assert (config["kind"], config["calibrate"], config["towers"]) == (
         "lirank",
@@ -120,7 +120,7 @@ def test_eval_score_and_compress_agree(run, folder, here, tmp_path):
     assert "tables, bytes" in said.out
     assert "probabilities differ by" in said.out
     here("rank", "compress", out, "-o", out).problem("contains the input")
-    here("rank", "compress", small, "-o", tmp_path / "again").problem("tables must have 32 bits, got tables of 8 bits")
+    here("rank", "compress", small, "-o", tmp_path / "again").problem("tables must have 32 bits, got 8-bit tables")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.txt").write_text("mine")
     here("rank", "compress", out, "-o", tmp_path / "mine", "--overwrite").problem("contains unrelated files")
@@ -162,7 +162,10 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(run, options, he
     ("arguments", "words"),
     [
         (("--model", "dcn"), ("--model must be one of ligr, lirank, got dcn",)),
-        (("--model", "ligr", "--data", "{test}"), ("must name items", "name their column by --item", "LiRank")),
+        (
+            ("--model", "ligr", "--data", "{test}"),
+            ("must name candidate items", "column by --item", "LiRank"),
+        ),
         (("--data", "{test}", "--cross", "dcn"), ("--cross is for --model lirank, got ligr",)),
         (("--heads", "4"), ("--heads is for --model ligr, got lirank",)),
         (("--history", "self"), ("--history is for --model ligr",)),
@@ -191,7 +194,7 @@ def test_calibration_of_one_class_and_a_vocabulary_that_changed(run, folder, her
     given = ("--data", folder / "test.csv", "--label", "click", "--epochs", 1, *TINY, "-o", tmp_path / "run")
     # What early stopping looks at is defined for one class; calibration is not, and says so before a step is done.
     said = here("rank", "fit", *given, "--val", tmp_path / "val.csv", "--calibrate", "label", "--metric", "log_loss")
-    said.problem("rank fit: --calibrate: the rows to validate on must have both classes of label 'click', got 1 in all")
+    said.problem("rank fit: --calibrate: the validation rows must have both classes for label 'click', got 1 in all")
     assert not (tmp_path / "run").exists()
     ranker = rank.Ranker.from_pretrained(run[0] / "model")
     other = rank.Impressions.read(folder / "test.csv", schema=rank.Schema.from_json(json.dumps(SCHEMA)))

@@ -56,7 +56,7 @@ def test_a_study_leaves_a_ranker_and_its_blocks(study, folder, here, tmp_path):
     assert (found["trials"], found["failed"], len(found["refitted"]), len(found["history"])) == (3, 0, 1, 3)
     first = found["refitted"][0]
     assert first["blocks"] == found["best"]["blocks"] == json.loads((out / "blocks.json").read_text())
-    assert "270 requests to train on, 30 held out; labels click\n" in said.err
+    assert "270 training requests, 30 for validation; labels click\n" in said.err
     assert "the best of 1;" in said.err
     assert "test log loss" in said.out
     assert f"{first['test']['log_loss']:.5f}" in said.out
@@ -74,10 +74,10 @@ def test_a_study_leaves_a_ranker_and_its_blocks(study, folder, here, tmp_path):
     assert (config["blocks"], config["norm"], config["width"]) == (first["blocks"], "layer", 4)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["options"]["blocks"] == first["blocks"]  # a run goes on without the file
-    here(*fit, *fitted, "--cross", "dcn", "-o", tmp_path / "no").problem("--cross is not for --blocks")
+    here(*fit, *fitted, "--cross", "dcn", "-o", tmp_path / "no").problem("--cross cannot be used with --blocks")
     (tmp_path / "bad.json").write_text('[{"kind": "mlp", "width": 4, "inputs": [1]}]')
     bad = ("--model", "lirank", "--blocks", tmp_path / "bad.json")
-    here(*fit, *bad, "-o", tmp_path / "no").problem("block 1, mlp, is the first and can read the features alone")
+    here(*fit, *bad, "-o", tmp_path / "no").problem("block 1, mlp, is the first and can read only the features")
 
 
 def test_a_study_goes_on_where_there_is_more_to_do(study, folder, here, tmp_path):
@@ -85,10 +85,10 @@ def test_a_study_goes_on_where_there_is_more_to_do(study, folder, here, tmp_path
     shutil.copytree(study[0], out)
     search = ("rank", "search", "--data", folder / "train.csv", *TINY, "-o", out)
     clicks = (*search, "--label", "click", "--best", 1)
-    here(*clicks, "--trials", 3).problem("has 3 trials and 1 fits on all rows already; --trials above 3 goes on")
-    here(*search, "--label", "bought", "--trials", 4).problem("begun with labels click, and now there is bought")
+    here(*clicks, "--trials", 3).problem("has 3 trials and 1 fits on all rows already; --trials above 3 continues")
+    here(*search, "--label", "bought", "--trials", 4).problem("started with labels click, but got bought")
     other = ("rank", "search", "--data", folder / "test.csv", *TINY, "-o", out, "--label", "click", "--trials", 4)
-    here(*other).problem("begun with training data 270 requests", "and now there is 90 requests")
+    here(*other).problem("started with training data 270 requests", "but got 90 requests")
     here(*clicks, "--trials", 4).ok()
     assert json.loads((out / "results.json").read_text())["trials"] == 4
     here(*clicks, "--trials", 2, "--overwrite").ok()
@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_the_trials(folder, forks, here, tmp_path):
     run.send_signal(signal.SIGINT)
     run.communicate()
     assert run.returncode == 130, run.stderr
-    assert "trials, which are kept; the same command goes on" in run.stderr.splitlines()[-1]
+    assert "trials, which are saved; run the same command to resume" in run.stderr.splitlines()[-1]
     done = count_trials(tmp_path)
     said = here(*search, "--trials", 2).ok()
     assert "log loss" in said.out
@@ -123,4 +123,4 @@ def test_what_cannot_be_searched_is_said_in_a_sentence(folder, here, tmp_path):
         here(*search, *words).problem("rank search", *said)
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "mine.txt").write_text("mine")
-    here(*search).problem("holds files that no study wrote")
+    here(*search).problem("holds files that are not from a study")

@@ -71,7 +71,7 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     done = tigon(*arguments(tables, output, *own)).ok()
     found = losses(output)
     assert list(found) == list(range(1, 5))
-    assert "chosen from 96 rows: num_train_epochs" not in done.out, "all of these options are given"
+    assert "chosen for 96 rows: num_train_epochs" not in done.out, "all of these options are given"
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [row["step"] for row in history if "eval_auc_like" in row] == [2, 4]
     assert {"prompt.yaml", "ranker.json"} <= {file.name for file in (output / "checkpoint-4").iterdir()}
@@ -126,7 +126,7 @@ def test_a_task_of_one_class(tigon, checkpoint, tables, tmp_path):
     tigon(
         *arguments(tables, tmp_path / "run", "--model_name_or_path", checkpoint),
         "--dataset_name", tmp_path / "rows.csv",
-    ).problem("task like: all ", "labels are 'yes', so that there is nothing to learn")  # fmt: skip
+    ).problem("task like: all ", "labels are 'yes', so there is nothing to learn")  # fmt: skip
 
 
 def test_two_processes(together, checkpoint, tables, tmp_path):

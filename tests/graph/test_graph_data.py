@@ -95,9 +95,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(part, files):
     evil.place = str(files / "was-here")
     value = {0: [evil]} if part == "graph" else [evil]
     (files / f"ind.cora.{part}").write_bytes(pickle.dumps(value, protocol=2))
-    words = (
-        f"ind.cora.{part} is no pickle of arrays: it wants {os.mkdir.__module__}.mkdir, and arrays and lists are all"
-    )
+    words = f"ind.cora.{part} is not a pickle of arrays: it needs {os.mkdir.__module__}.mkdir, but only arrays and"
     with pytest.raises(ValueError, match=re.escape(words)):
         graph.planetoid("cora", files)
     assert not (files / "was-here").exists()
@@ -109,7 +107,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(part, files):
 def test_no_other_name_is_admitted(name, files):
     module, _, function = name.rpartition(".")
     (files / "ind.cora.y").write_bytes(f"c{module}\n{function}\n(S'1'\ntR.".encode())
-    with pytest.raises(ValueError, match=re.escape(f"it wants {name}, and")):
+    with pytest.raises(ValueError, match=re.escape(f"it needs {name}, but")):
         graph.planetoid("cora", files)
 
 
@@ -206,12 +204,12 @@ TUPLES = b"I1\n\x85q\x00" + b"".join(b"0" + (b"h" + bytes([i])) * 2 + b"\x86q" +
 )  # fmt: skip
 def test_a_crafted_pickle_makes_no_object_and_takes_no_memory(content, files):
     (files / "ind.cora.allx").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^planetoid: .*(is no pickle of arrays|do not fit together|GiB)"):
+    with pytest.raises(ValueError, match=r"^planetoid: .*(is not a pickle of arrays|are inconsistent|GiB)"):
         graph.planetoid("cora", files)
 
 
 def test_a_node_of_an_astronomical_number_gets_a_sentence(files):
-    for number, words in ((10**12, "GiB"), (10**30, "must hold a number of a node a line"), (-1, "0 or more, got -1")):
+    for number, words in ((10**12, "GiB"), (10**30, "must hold one node number per line"), (-1, "0 or more, got -1")):
         (files / "ind.cora.test.index").write_text(f"{number}\n")
         with pytest.raises(ValueError, match=words):
             graph.planetoid("cora", files)
@@ -228,14 +226,14 @@ def broken(part, content):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (broken("graph", None), "must hold the files of cora, got none of ind.cora.graph. They are in the folder data"),
-        (broken("x", b"\x80\x02no"), "ind.cora.x is no pickle of arrays: "),
-        (broken("tx", b""), "ind.cora.tx is no pickle of arrays: "),
-        (broken("test.index", b"3\nfour\n"), "ind.cora.test.index must hold a number of a node a line"),
+        (broken("graph", None), "must hold the cora files, got none of ind.cora.graph. See the data folder"),
+        (broken("x", b"\x80\x02no"), "ind.cora.x is not a pickle of arrays: "),
+        (broken("tx", b""), "ind.cora.tx is not a pickle of arrays: "),
+        (broken("test.index", b"3\nfour\n"), "ind.cora.test.index must hold one node number per line"),
         (broken("test.index", b"570\n571\n"), "ind.cora.* of"),
-        (broken("graph", pickle.dumps([1, 2], 2)), "do not fit together"),
-        (broken("graph", pickle.dumps({0: [N + 5]}, 2)), "do not fit together"),
-        (broken("ally", pickle.dumps([], 2)), "do not fit together"),
+        (broken("graph", pickle.dumps([1, 2], 2)), "are inconsistent"),
+        (broken("graph", pickle.dumps({0: [N + 5]}, 2)), "are inconsistent"),
+        (broken("ally", pickle.dumps([], 2)), "are inconsistent"),
     ],
 )
 def test_files_that_are_damaged_get_a_sentence(change, words, files):
@@ -275,8 +273,8 @@ def test_a_graph_of_your_own(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
-        ({"x": X}, "must hold x (n, F) and edge_index (2, e), got no edge_index; it has x."),
-        ({"edges": EDGES}, "got no x and no edge_index; it has edges."),
+        ({"x": X}, "must hold x (n, F) and edge_index (2, e), got no edge_index; found x."),
+        ({"edges": EDGES}, "got no x and no edge_index; found edges."),
         ({"x": X, "edge_index": EDGES.T[:1]}, "edge_index must be (2, e) integers, sources and targets, got (1, 2)"),
         ({"x": X, "edge_index": EDGES + 3}, "edge_index must lie in [0, 4), the nodes, got 4."),
         ({"x": X, "edge_index": EDGES / 2}, "edge_index must be (2, e) integers"),
@@ -284,7 +282,7 @@ def test_a_graph_of_your_own(tmp_path):
         ({"x": X * np.nan, "edge_index": EDGES}, "x must be finite, got nan, one of 12 such numbers."),
         ({"x": X, "edge_index": EDGES, "y": EDGES}, "y must be (4,) integers, got (2, 2)"),
         ({"x": X, "edge_index": EDGES, "train": np.array([9])}, "train must lie in [0, 4), the nodes, got 9."),
-        ({"x": X, "edge_index": EDGES, "test": X}, "test must be a line of integers, got (4, 3)"),
+        ({"x": X, "edge_index": EDGES, "test": X}, "test must be a 1-D integer tensor, got (4, 3)"),
         ({"x": X, "edge_index": EDGES, "train_mask": np.ones((4, 2), bool)}, "train_mask must be (4,) bools, the mask"),
         ({"x": X, "edge_index": EDGES, "val": np.ones(3, bool)}, "val must be (4,) bools, the mask of one split, got"),
         ({"x": X, "edge_index": EDGES, "test_mask": np.ones(4, int)}, "the mask of one split, got (4,) torch.int64."),
@@ -371,9 +369,9 @@ Z, LABELS = torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
     ("call", "sentence"),
     [
         (lambda: graph.principal_angles(Z, LABELS, dims=0), "principal_angles: dims must be positive, got 0."),
-        (lambda: graph.principal_angles(Z, LABELS, dims=3), "dims must be at most 2, for class 0 has 2 rows of 3"),
+        (lambda: graph.principal_angles(Z, LABELS, dims=3), "dims must be at most 2, as class 0 has 2 rows with 3"),
         (lambda: graph.principal_angles(Z[0], LABELS), "z must be (n, d) floats, got (3,) torch.float32."),
-        (lambda: graph.principal_angles(Z, LABELS[:2]), "labels must be (4,), one a row of z, got (2,)."),
+        (lambda: graph.principal_angles(Z, LABELS[:2]), "labels must be (4,), one per row of z, got (2,)."),
         (lambda: graph.principal_angles(Z, LABELS - 5, dims=1), "labels must name a class, got none."),
         (lambda: graph.planetoid("reddit", "."), "name must be one of 'cora', 'citeseer', 'pubmed', got 'reddit'."),
     ],
@@ -390,8 +388,8 @@ def test_measures_of_bad_input_get_a_sentence(call, sentence):
         (torch.full((40, 2), torch.nan), {}, "probe: z must be finite, got NaN or infinity: the fit has diverged."),
         (torch.ones(40, 2), {"y": None}, "probe: graph must have y, train and test, got no y."),
         (torch.ones(40, 2), {"train": None, "test": None}, "got no train and no test."),
-        (torch.ones(40, 2), {"train": torch.tensor([1, 3])}, "train must have nodes of two classes, got one."),
-        (torch.ones(40, 2), {"y": -torch.ones(40).long()}, "y must have the labels of train, got -1, which is none."),
+        (torch.ones(40, 2), {"train": torch.tensor([1, 3])}, "train must have nodes from two classes, got one."),
+        (torch.ones(40, 2), {"y": -torch.ones(40).long()}, "y must have labels for train, got -1, which is not"),
     ],
 )
 def test_a_probe_of_bad_input_gets_a_sentence(z, change, sentence):

@@ -227,7 +227,7 @@ def check_ranking(page: Namespace, output: str):
 @check("rank/data.md")
 def check_tables(page: Namespace, output: str):
     # As the page says: the event of ten o'clock is not in the history of the request of ten o'clock.
-    assert "Histories leave out 1 event at the very time of a request of the same user." in output
+    assert "Histories exclude 1 event at exactly the time of a request by the same user." in output
     assert len(page.own.split(fraction=0.5)[0]) == len(page.own.split(fraction=0.5)[1]) == 1
     assert page.later.schema == page.data.schema
     assert output.endswith("\n2 5 2\n2\n1\n")

@@ -74,5 +74,5 @@ def test_adapters_are_merged(tmp_path):
 def test_a_tokenizer_without_a_token_to_spare(tmp_path):
     tokens = tokenizer()
     tokens.pad_token = "<|unused|>"
-    with pytest.raises(ValueError, match=r"must have a special token that no prompt uses, .* it has 3, all in use"):
+    with pytest.raises(ValueError, match=r"must have a special token that no prompt uses, .* has 3, all in use"):
         export_sglang(PromptRanker(model(), tokens, prompt()), requests(), tmp_path)

@@ -163,12 +163,12 @@ def test_on_a_gpu(dtype):
         (lambda: PromptRanker(model(), tokenizer(), prompt(), distil=2), r"distil must lie between 0 and 1, got 2"),
         (lambda: ranker(vocabulary_weight=-1), r"vocabulary_weight must be at least 0, got -1"),
         (lambda: PromptRanker(model(), tokenizer(), prompt(), prefix_len=512), r"prefix_len must leave room"),
-        (lambda: PromptRanker(model(vocab_size=60), tokenizer(), prompt()), r"the head has 60 classes, and an answer"),
-        (lambda: ranker().score(requests()[0]), r"requests must be a list of Request, got one"),
+        (lambda: PromptRanker(model(vocab_size=60), tokenizer(), prompt()), r"the head has 60 classes, but an answer"),
+        (lambda: ranker().score(requests()[0]), r"requests must be a list of Request, got a single Request"),
         (lambda: ranker().score([Request([{"titel": "x", "year": 1}], AGE)]), r"did you mean 'titel'"),
         (
             lambda: calibrate(ranker(), [Request([film(0, rating=5)], AGE)]),
-            r"task like: a calibration needs rows of both classes, got 1 rows that are all 1",
+            r"task like: a calibration needs rows from both classes, got 1 rows that are all 1",
         ),
     ],
 )  # fmt: skip
@@ -216,12 +216,12 @@ def test_platt_leaves_tasks_alone_that_have_no_probability():
     after = own.score(requests())
     assert torch.equal(after["stars"], before["stars"])
     assert not torch.equal(after["like"], before["like"])
-    with pytest.raises(ValueError, match=r"a platt calibration needs labels of 0 and 1, got 5\.$"):
+    with pytest.raises(ValueError, match=r"a platt calibration needs labels 0 and 1, got 5\.$"):
         fit_calibration(torch.rand(3), torch.tensor([0, 5, 1]))
 
 
 def test_one_class_cannot_be_calibrated():
-    with pytest.raises(ValueError, match=r"needs rows of both classes, got 3 rows that are all 1"):
+    with pytest.raises(ValueError, match=r"needs rows from both classes, got 3 rows that are all 1"):
         fit_calibration(torch.rand(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"calibration must be one of platt, isotonic, got 'sigmoid'"):
         fit_calibration(torch.rand(3), torch.ones(3), "sigmoid")
@@ -252,5 +252,7 @@ def test_the_loss_of_a_student_is_its_cross_entropy_with_the_teacher():
 
 def test_a_teacher_that_answers_other_questions():
     other = PromptRanker(model(), tokenizer(), prompt(tasks={"stars": TOLD["tasks"]["stars"]}))
-    with pytest.raises(ValueError, match=r"the teacher must have task like with the answers .*; it has no such task"):
+    with pytest.raises(
+        ValueError, match=r"the teacher must have task like with the answers .*; the teacher has no such task"
+    ):
         check_teacher(ranker(), other)

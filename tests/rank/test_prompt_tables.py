@@ -118,11 +118,11 @@ def test_the_impressions_as_their_own_history_and_a_teacher():
         ({"candidate": "{{ titel }}"}, {}, r"candidate names 'titel', .*did you mean 'title'\?"),
         ({"profile": "{{ agee }}"}, {}, r"profile names 'agee', .*did you mean 'age'\?"),
         ({"event": "{{ ratings }} {{ title }}"}, {}, r"event names 'ratings', .*did you mean 'rating'\?"),
-        ({"event": "{{ title }} {{ timestamp }}"}, {}, r"event names 'timestamp', and there is no such column"),
-        ({"columns": {"item": "film", "request": "sesion"}}, {}, r"no column 'sesion' .*'session'\? Name it"),
+        ({"event": "{{ title }} {{ timestamp }}"}, {}, r"event names 'timestamp', but there is no such column"),
+        ({"columns": {"item": "film", "request": "sesion"}}, {}, r"no column 'sesion' .*'session'\? Name the"),
         ({"columns": {"items": "film"}}, {}, r"there is no argument 'items'"),
-        ({"profile": "{{ title }}"}, {"data": ROWS.append_column("title", [["x"] * 5])}, r"'title' is named for"),
-        ({}, {"data": ROWS.drop_columns(["rating"])}, r"must have the column 'rating', of which the label"),
+        ({"profile": "{{ title }}"}, {"data": ROWS.append_column("title", [["x"] * 5])}, r"'title' is used for"),
+        ({}, {"data": ROWS.drop_columns(["rating"])}, r"must have the column 'rating', the label"),
         ({}, {"history": HISTORY.drop_columns(["timestamp"])}, r"the history must have"),
     ],
 )  # fmt: skip
@@ -136,5 +136,5 @@ def test_a_teacher_of_other_answers():
     rows = ROWS.append_column("teacher_stars", [[0.5] * 5]).set_column(4, "rating", [[5, 1, 4, 2, 3]])
     asked = made(tasks={"stars": TOLD["tasks"]["stars"]})
     data = read_impressions(asked, rows, history=HISTORY, items=ITEMS, users=USERS)
-    with pytest.raises(ValueError, match=r"column 'teacher_stars' is a teacher's probability, and"):
+    with pytest.raises(ValueError, match=r"column 'teacher_stars' is a teacher's probability, but"):
         Requests(data, asked)

@@ -45,12 +45,12 @@ def test_a_file_is_read_and_written_back(tmp_path):
     ("changes", "sentence"),
     [
         ({"candidates": "x"}, r"a prompt has no 'candidates'; did you mean 'candidate'\?"),
-        ({"candidate": "A film."}, r"candidate names no column, so that all would read alike: 'A film.'"),
-        ({"event": "Seen {{ ago }} before"}, r"event names no column"),
+        ({"candidate": "A film."}, r"candidate must name a column, or all texts would be identical, got 'A film.'"),
+        ({"event": "Seen {{ ago }} before"}, r"event must name a column"),
         ({"instruction": "Age {{ age }}"}, r"instruction must name no column.*got \['age'\]"),
-        ({"candidate": "{{ title }} {{ rating }}"}, r"the candidate names 'rating', of which the label of task like"),
-        ({"profile": "{{ rating }}"}, r"the profile names 'rating', of which the label of task like is made"),
-        ({"candidate": "{{ title"}, r"candidate is no template"),
+        ({"candidate": "{{ title }} {{ rating }}"}, r"the candidate names 'rating', the label column for task like"),
+        ({"profile": "{{ rating }}"}, r"the profile names 'rating', the label column for task like: the prompt"),
+        ({"candidate": "{{ title"}, r"candidate is not a valid template"),
         ({"candidate": "{% for a in title %}{{ a }}{% endfor %}"}, r"candidate must not loop"),
         ({"candidate": "{{ title.upper() }}"}, r"candidate must not (call functions|reach attributes)"),
         ({"candidate": "{{ title.__class__ }}"}, r"candidate must not reach attributes"),
@@ -67,7 +67,7 @@ def test_a_file_is_read_and_written_back(tmp_path):
         ({"tasks": {"like it": TOLD["tasks"]["like"]}}, r"a task's name must be a word, .* got 'like it'"),
         ({"tasks": {1: TOLD["tasks"]["like"]}}, r"a task's name must be a word, .* got 1"),
         ({"tasks": {"like": {"question": "?"}}}, r"task like must have a question and answers"),
-        ({"tasks": {"event": TOLD["tasks"]["like"]}}, r"a task cannot be called 'event'"),
+        ({"tasks": {"event": TOLD["tasks"]["like"]}}, r"a task cannot be named 'event'"),
         ({"tasks": {"like": {**TOLD["tasks"]["like"], "labels": "x"}}}, r"no 'labels'; did you mean 'label'"),
     ],
 )  # fmt: skip
@@ -78,14 +78,14 @@ def test_a_prompt_that_does_not_fit_gets_a_sentence(changes, sentence):
 
 def test_values_cannot_write_without_end():
     made = prompt(candidate="{{ title * 1000000000 }}")
-    with pytest.raises(ValueError, match=r"candidate cannot be written \(\* wants numbers"):
+    with pytest.raises(ValueError, match=r"candidate cannot be rendered \(\* needs numbers"):
         made.render("candidate", {"title": "x"})
 
 
 def test_an_unknown_column_gets_the_nearest_name():
-    with pytest.raises(ValueError, match=r"names 'title', and there is no such column; did you mean 'titel'\?"):
+    with pytest.raises(ValueError, match=r"names 'title', but there is no such column; did you mean 'titel'\?"):
         prompt().render("candidate", {"titel": "Heat", "year": 1995})
-    with pytest.raises(ValueError, match=r"event names 'rating', and there is no such column; there are 'ago',"):
+    with pytest.raises(ValueError, match=r"event names 'rating', but there is no such column; there are 'ago',"):
         prompt().check_columns("event", ["title", "year"])
     prompt().check_columns("event", ["title", "year", "rating"])
 
@@ -127,7 +127,7 @@ def test_labels(text, row, value):
      "(" * 5000],
 )  # fmt: skip
 def test_a_label_is_a_comparison_and_nothing_else(text):
-    with pytest.raises(ValueError, match=r"label must be a column, or one compared with a number or a text"):
+    with pytest.raises(ValueError, match=r"label must be a column, or a comparison with a number or a text"):
         Label.parse("rank.prompt: task like", text)
 
 
@@ -138,7 +138,7 @@ def test_a_label_is_a_comparison_and_nothing_else(text):
         ({"answers": {True: 1, False: 0}}, r"must be a text, got True; YAML reads yes and no as true"),
         ({"answers": {"yes": 1, "no": 1}}, r"the values of answers must differ"),
         ({"answers": {"yes": "1", "no": 0}}, r"the value of answer 'yes' must be a number, got '1'"),
-        ({"answers": {"yes": 5, "no": 2}}, r"its label is a comparison, so answers must have the values 1 and 0"),
+        ({"answers": {"yes": 5, "no": 2}}, r"the label is a comparison, so answers must have the values 1 and 0"),
         ({"weight": 0}, r"task like: weight must be a positive number, got 0"),
     ],
 )  # fmt: skip
@@ -151,11 +151,11 @@ def test_which_answer_is_right():
     tasks = prompt().tasks
     assert [tasks["like"].find_answer({"rating": r}) for r in (5, 1, None)] == [0, 1, None]
     assert tasks["stars"].find_answer({"rating": "3"}) == 2
-    with pytest.raises(ValueError, match=r"task stars: label 'rating' is 9 in a row, and no answer has this value"):
+    with pytest.raises(ValueError, match=r"task stars: label 'rating' is 9 in a row, but no answer has this value"):
         tasks["stars"].find_answer({"rating": 9})
     with pytest.raises(ValueError, match=r"label 'rating >= 4': a candidate has no column 'rating'"):
         tasks["like"].find_answer({})
-    with pytest.raises(ValueError, match=r"wants numbers, and column 'rating' holds 'good'"):
+    with pytest.raises(ValueError, match=r"needs numbers, but column 'rating' holds 'good'"):
         tasks["like"].find_answer({"rating": "good"})
 
 
@@ -219,11 +219,11 @@ def test_special_tokens_in_data_are_text():
         (lambda: Encoder(prompt(), tokenizer(), 512, 512), r"prefix_len must leave room .* 512 positions, got 512"),
         (
             lambda: Encoder(prompt(), tokenizer(), 110, 120).encode(requests()[0]),
-            r"a prefix of \d+ tokens and a suffix of \d+ are more than the model's 120 positions; prefix_len must",
+            r"a prefix of \d+ tokens and a suffix of \d+ exceed the model's 120 positions; prefix_len must",
         ),
         (
             lambda: Encoder(prompt(candidate="{{ title }}" * 200), tokenizer(), 110, 120).encode(requests()[0]),
-            r"more than the model's 120 positions; shorten what candidate and question say",
+            r"exceed the model's 120 positions; shorten the candidate and question templates",
         ),
         (lambda: Encoder(prompt(), tokenizer()).encode(Request([])), r"a request must have candidates, got none"),
         (

@@ -152,12 +152,12 @@ MLP = {"kind": "mlp", "width": 4, "inputs": [0]}
         (MLP, r"blocks must be a list of blocks"),
         ([{**MLP, "kind": "croos"}], r"there is no kind 'croos'; did you mean 'cross'\?"),
         ([{**MLP, "width": 0}], r"block 1, mlp, must have a positive width, got 0\.$"),
-        ([{**MLP, "inputs": []}], r"block 1, mlp, must read .*: no path leads to it, got \[\]\.$"),
-        ([{**MLP, "inputs": [1]}], r"block 1, mlp, is the first and can read the features alone, 0, got 1\.$"),
+        ([{**MLP, "inputs": []}], r"block 1, mlp, must read .*no path leads to the block\), got \[\]\.$"),
+        ([{**MLP, "inputs": [1]}], r"block 1, mlp, is the first and can read only the features, 0, got 1\.$"),
         ([MLP, {**MLP, "inputs": [0, 2]}], r"block 2, mlp, must read .*from 1 to 1, got 2\.$"),
-        ([{**MLP, "inputs": [0, 0]}], r"must read each of its inputs once, got \[0, 0\]\.$"),
+        ([{**MLP, "inputs": [0, 0]}], r"must read each input once, got \[0, 0\]\.$"),
         ([{"kind": "mlp", "inputs": [0]}], r"block 1 must have kind, width, inputs, .* got \{'kind': 'mlp'"),
-        ([MLP, Block("fm", 4, (1,))], r"blocks: fm 4 of 1 must read two vectors or more, .* got one\.$"),
+        ([MLP, Block("fm", 4, (1,))], r"blocks: fm 4 of 1 must read two vectors or more .* got one\.$"),
     ],
 )
 def test_what_is_no_graph_is_refused(blocks, sentence):

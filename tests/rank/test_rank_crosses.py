@@ -94,12 +94,12 @@ def test_a_schema_with_crosses_is_its_file(tmp_path):
         (lambda: rank.Cross(("a", "b"), hash_rows=None), "hash_rows must be an integer of at least 2, got None"),
         (lambda: rank.Cross(("a", "b"), hash_rows=0), "hash_rows must be a"),
         (lambda: rank.Cross(("a", "b"), side="item"), "side must be 'row', got 'item'"),
-        (lambda: schema_of(x=rank.Cross(("item", "contry"))), "'x' must be of fields of its schema, got 'contry'; did"),
-        (lambda: schema_of(x=rank.Cross(("item", "tags"))), "an Id or a Number of an impression, got 'tags', Ids"),
-        (lambda: schema_of(x=rank.Cross(("item", "log"))), "scale 'quantile', .* got 'log' of scale 'log'"),
+        (lambda: schema_of(x=rank.Cross(("item", "contry"))), "'x' must combine fields in its schema, got 'contry'"),
+        (lambda: schema_of(x=rank.Cross(("item", "tags"))), "Id or Number fields of an impression, got 'tags', Ids"),
+        (lambda: schema_of(x=rank.Cross(("item", "log"))), "scale 'quantile', .* got 'log' with scale 'log'"),
         (
             lambda: schema_of(x=rank.Cross(("item", "price")), y=rank.Cross(("x", "item"))),
-            "an Id or a Number of an impression, got 'x', Cross",
+            "Id or Number fields of an impression, got 'x', Cross",
         ),
         (
             lambda: rank.Schema.from_json(
@@ -108,7 +108,7 @@ def test_a_schema_with_crosses_is_its_file(tmp_path):
             ),
             "field 'x': Cross has no option 'vocab'",
         ),
-        (lambda: rank.Cross(("a", "b")).encode([1]), "it is made of the fields 'a', 'b', not of a column"),
+        (lambda: rank.Cross(("a", "b")).encode([1]), "values come from the fields 'a', 'b', not from a column"),
     ],
 )  # fmt: skip
 def test_a_cross_that_means_nothing_gets_a_sentence(make, sentence):

@@ -97,7 +97,7 @@ def test_sentences():
     assert doubts(rows_of(0.6, 0.7, 0.7, 0.69)) == doubts([]) == []
     assert auc_error(50, 150) == pytest.approx(0.0473, abs=1e-4)
     (chance,) = doubts(rows_of(0.5, 0.59))
-    assert "behind 600 steps the validation does not tell the ranker from chance: an AUC of 0.590 of click" in chance
+    assert "after 600 steps the validation AUC is no better than chance: 0.590 for click" in chance
     assert "(chance: 0.5 ± 0.095)" in chance
     assert doubts(rows_of(0.6)) == []
     # One label of two is enough, and one whose AUC is not defined says nothing.
@@ -106,12 +106,12 @@ def test_sentences():
     assert doubts(rows_of(math.nan), classes={"click": (0, 150)}) == []
 
     (warm,) = doubts(rows_of(0.7), steps=30)
-    assert "the fit has 30 steps, no more than its warm-up of 30" in warm
+    assert "the fit has 30 steps, all within the learning-rate warm-up of 30" in warm
     (worse,) = doubts(rows_of(0.7, log_loss=0.6))  # of the share 0.562
-    assert "a log loss of 0.600, of the share 0.562" in worse
+    assert "validation log loss 0.600, base rate 0.562" in worse
     assert doubts(rows_of(0.7, log_loss=0.6), probabilities=False) == []
     (late,) = doubts(rows_of(0.6, 0.65, 0.7, 0.8), ended=True)
-    assert "auc still got better, by 0.100 in the last quarter, when epochs=… ended the fit" in late
+    assert "auc was still improving, by 0.100 in the last quarter, when the fit ended. Raise epochs=…" in late
     assert doubts(rows_of(0.6, 0.65, 0.7, 0.8)) == doubts(rows_of(0.6, 0.79, 0.79, 0.8), ended=True) == []
 
 
@@ -122,7 +122,7 @@ def test_a_fit_that_ends_at_chance_warns(recwarn):
         one.with_labels(click=torch.randint(2, (len(one.x),), generator=draw).float()) for one in (train, val)
     ]  # fmt: skip
     assert sum(sum(two) for two in count_classes(noise[1]).values()) == len(val.x)
-    with pytest.warns(UserWarning, match=r"^rank\.fit: behind \d+ steps the validation does not tell the ranker"):
+    with pytest.warns(UserWarning, match=r"^rank\.fit: after \d+ steps the validation AUC is no better than"):
         fitted = rank.fit(Linear(), *noise, rank.FitOptions(epochs=5))
     assert len(fitted.warnings) >= 1
     recwarn.clear()

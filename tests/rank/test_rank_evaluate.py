@@ -72,7 +72,7 @@ def test_metrics_of_each_label_and_of_the_order_that_is_served():
     assert found.value("click:mrr") == found.labels["click"]["mrr"].value
     assert found.value("mrr") == (found.value("click:mrr") + found.value("buy:mrr")) / 2
     with pytest.raises(
-        ValueError, match=r"must be one of auc, .*hr@3, or LABEL:METRIC .* of click, buy, .*, got 'map'"
+        ValueError, match=r"must be one of auc, .*hr@3, or LABEL:METRIC .* from click, buy, .*, got 'map'"
     ):
         found.value("map")
     one = rank.evaluate(rank.score(Linear(), Requests.drawn(20)))
@@ -102,7 +102,7 @@ def test_one_class_is_said():
     data = DATA.with_labels(click=torch.ones(len(DATA.x)), buy=DATA.labels["buy"])
     found = rank.evaluate(rank.score(RANKER, data))
     assert math.isnan(found.labels["click"]["auc"].value)
-    assert "click: all rows are 1, so there is no AUC, and no order to measure" in found.notes
+    assert "click: all rows are 1, so AUC and ranking metrics are undefined" in found.notes
     with pytest.raises(ValueError, match=r"scored must have labels"):
         rank.evaluate(rank.score(RANKER, DATA.with_labels()))
     with pytest.raises(ValueError, match=r"at must be a positive integer, got 0"):
@@ -152,7 +152,7 @@ def test_places_among_all_items():
     assert values["ndcg@3"].value == pytest.approx((1 + 1 / 2 + 1 / math.log2(3)) / 5)
     assert values["hr@3"].left_out == 1
     assert values["hr@3"].low < 3 / 5 < values["hr@3"].high
-    assert found.notes == ["1 of 6 requests have no positive row, or one whose item the schema does not know: left out"]
+    assert found.notes == ["1 of 6 requests have no positive row, or its item is unknown to the schema: left out"]
     assert found.value("next item:hr@3") == found.value("hr@3")
     with pytest.raises(ValueError, match=r"^rank\.evaluate_next_items: Linear does not rank all items\.$"):
         rank.evaluate_next_items(Linear(), DATA)

@@ -169,7 +169,7 @@ def test_candidates_of_histories_are_explored_too():
 
 
 def test_sentences(ranker, data):
-    with pytest.raises(ValueError, match=r"explore needs what rank.Explorer.fit\(ranker, data\) finds"):
+    with pytest.raises(ValueError, match=r"explore needs rank.Explorer.fit\(ranker, data\) first"):
         rank.score(ranker, data, sampler=rank.sample_weights(ranker, 0.1))
     rank.Explorer.fit(ranker, data)
     with pytest.raises(ValueError, match="explore must be at least 0, got -1"):
@@ -184,5 +184,5 @@ def test_sentences(ranker, data):
         rank.Explorer.fit(ranker, data, ridge=0)
     module = torch.nn.Identity()
     module.schema = data.schema
-    with pytest.raises(ValueError, match="rankers with a last layer of labels; Identity has no last layer"):
+    with pytest.raises(ValueError, match="a ranker with a last layer per label; Identity has no last layer"):
         rank.Explorer.fit(module, data)

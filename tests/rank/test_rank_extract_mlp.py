@@ -83,7 +83,7 @@ def test_strengths_by_hand(options, label):
     data = read()
     made = ranker(data, **options)
     found = rank.extract_mlp(made, data, label)
-    assert found.left_out == {"one": "it is the same in all rows"}
+    assert found.left_out == {"one": "it is constant over all rows"}
     assert set(found.names) == set(FIELDS) - {"one"}
     x, owners = x0(made, data), made.inputs.owners
 
@@ -153,7 +153,7 @@ def test_crosses_of_a_schema_pass_over_what_has_none():
     assert len(crosses) == 10
     assert {name for one in crosses.values() for name in one.of} == allowed
     data.schema.replace(crosses)
-    with pytest.raises(ValueError, match=r"must be of fields of its schema that are an Id or a Number"):
+    with pytest.raises(ValueError, match=r"must combine Id or Number fields of an impression"):
         data.schema.replace(pairs.crosses(100))
 
 
@@ -175,22 +175,24 @@ def test_bad_data():
     data = read()
     made = ranker(data)
     still = rank.Impressions.read({name: values[:1] for name, values in table().items()}, schema=data.schema)
-    with pytest.raises(ValueError, match=r"there must be two fields that vary, got 0 .country: it is the same in all"):
+    with pytest.raises(
+        ValueError, match=r"there must be two fields that vary, got 0 .country: it is constant over all"
+    ):
         rank.extract_mlp(made, still)
     other = rank.Impressions.read(table(seed=3), schema=rank.Schema(data.schema.roles, FIELDS))
     with pytest.raises(ValueError, match="extract_mlp: data must be read with the ranker's schema"):
         rank.extract_mlp(made, other)
     with pytest.raises(ValueError, match=r"the result of rank.extract_mlp\(ranker, data\).*got the LiRank itself"):
         rank.find_interactions(made)
-    with pytest.raises(ValueError, match="names and spread are those of the ranker's fields"):
+    with pytest.raises(ValueError, match="names and spread must be omitted: the ranker's fields"):
         rank.find_interactions(rank.extract_mlp(made, data), spread=[1.0])
     ligr = rank.LiGR(
         rank.Schema(rank.Roles("banner", labels="click"), {"banner": rank.Id(side="item", vocab=(1,))}),
         rank.LiGRConfig(8, 1),
     )
-    with pytest.raises(ValueError, match=r"must be a rank.LiRank, whose MLP reads the fields of a row, got a LiGR"):
+    with pytest.raises(ValueError, match=r"must be a rank.LiRank, whose MLP reads row fields, got a LiGR"):
         rank.extract_mlp(ligr, data)
     with torch.no_grad():
         made.mlp[0].linear.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="weights must be finite, but some of layer 1 are not"):
+    with pytest.raises(ValueError, match="weights must be finite, but some in layer 1 are not"):
         rank.extract_mlp(made, data)

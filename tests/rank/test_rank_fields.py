@@ -137,11 +137,14 @@ def test_a_value_of_another_kind_is_refused(field, column, position, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Id(vocab=[1], hash_rows=3), "Id: vocab and hash_rows exclude each other"),
-        (lambda: Id(vocab=[1, "a"]), "Id: vocab must hold strings or integers, of one kind, got int, str"),
-        (lambda: Id(vocab=[1.5]), "Id: vocab must hold strings or integers, of one kind, got float"),
+        (lambda: Id(vocab=[1], hash_rows=3), "Id: vocab and hash_rows are mutually exclusive"),
+        (lambda: Id(vocab=[1, "a"]), "Id: vocab must hold only strings or only integers, got int, str"),
+        (lambda: Id(vocab=[1.5]), "Id: vocab must hold only strings or only integers, got float"),
         (lambda: Id(vocab=["a", "a"]), "Id: vocab must name each value once"),
-        (lambda: Id(hash_rows=0), "Id: hash_rows must be an integer of at least 2, or all values have one code, got 0"),
+        (
+            lambda: Id(hash_rows=0),
+            "Id: hash_rows must be an integer of at least 2 .with 1, .* share a code., got 0",
+        ),
         (lambda: Ids(dim=True), "Ids: dim must be a positive integer, got True"),
         (lambda: Ids(max=0), "Ids: max must be a positive integer, got 0"),
         (lambda: Ids(pool="sum"), "Ids: pool must be one of 'mean', 'attention', got 'sum'"),
@@ -151,9 +154,9 @@ def test_a_value_of_another_kind_is_refused(field, column, position, said):
         (lambda: Number(scale="log", center=0, spread=0), "Number: spread must be above 0, got 0"),
         (lambda: Time(unit="min"), "Time: unit must be one of 's', 'ms', 'us', 'ns', got 'min'"),
         (lambda: Id(side="user"), "Id: side must be one of 'context', 'item', 'row', 'action', got 'user'"),
-        (lambda: Id(history=True), "Id: history=True is for fields of side 'item', got side 'row'"),
-        (lambda: Id().rows, "Id: there is neither vocab nor hash_rows; read data with this schema first"),
-        (lambda: Ids().encode(pa.array([[1]])), "Ids: there is neither vocab nor hash_rows"),
+        (lambda: Id(history=True), "Id: history=True is for fields with side 'item', got side 'row'"),
+        (lambda: Id().rows, "Id: vocab and hash_rows are both missing; read data with this schema first"),
+        (lambda: Ids().encode(pa.array([[1]])), "Ids: vocab and hash_rows are both missing"),
         (lambda: Number().encode(pa.array([1])), "Number: scale 'quantile' is not fitted; read data with this schema"),
     ],
 )

@@ -43,7 +43,7 @@ def test_the_loss_of_a_step_is_the_weighted_sum_over_the_labels():
     (row,) = seen
     assert row["loss"] == pytest.approx(float(of["click"] + 0.25 * of["buy"]), rel=1e-6)
     assert row["grad_norm"] > 0
-    with pytest.raises(ValueError, match=r"label_weights must be of labels, click, buy, got 'sale'\.$"):
+    with pytest.raises(ValueError, match=r"label_weights must be for the labels click, buy, got 'sale'\.$"):
         rank.fit(ranker, train, options=rank.FitOptions(label_weights={"sale": 1.0}))
 
 
@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         ({"lr": 0.0}, "lr must be above 0, got 0"),
         ({"clip": -1.0}, "clip must be at least 0, got -1"),
         ({"schedule": "cosin"}, "schedule must be one of cosine, linear, constant, plateau, got 'cosin'"),
-        ({"warmup": 1.0}, "warmup must be a share of the run"),
+        ({"warmup": 1.0}, "warmup must be a fraction of the run"),
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
         ({"metric": "map@3"}, "metric must be one of auc, gauc, log_loss, ece, mrr, ndcg@K and hr@K, .* got 'map@3'"),
@@ -230,19 +230,19 @@ def test_options_out_of_range_get_a_sentence(options, words):
 def test_what_cannot_be_fitted_gets_a_sentence():
     one_class = VAL.with_labels(click=torch.zeros_like(VAL.labels["click"]))
     with pytest.raises(
-        ValueError, match=r"metric auc is not defined on val: click: all rows are 0, so there is no AUC"
+        ValueError, match=r"metric auc is not defined on val: click: all rows are 0, so AUC and ranking"
     ):
         rank.fit(Linear(), TRAIN, one_class, rank.FitOptions(epochs=1))
     alone = rank.Impressions.read({"age": [1.0, 2.0, 3.0], "click": [0, 1, 0]})
-    with pytest.raises(ValueError, match=r"one of auc.*got 'ndcg@5'; each row is a request of its own"):
+    with pytest.raises(ValueError, match=r"one of auc.*got 'ndcg@5'; each request has a single row"):
         check_monitor(alone, "ndcg@5")
-    with pytest.raises(ValueError, match=r"loss must be bce where each row is a request of its own.*got 'pairwise'"):
+    with pytest.raises(ValueError, match=r"loss must be bce if each request has a single row.*got 'pairwise'"):
         rank.fit(rank.LiRank(alone.schema), alone, options=rank.FitOptions(loss="pairwise"))
-    with pytest.raises(ValueError, match=r"metric must be of a label of click, got 'buy:auc'\.$"):
+    with pytest.raises(ValueError, match=r"metric must be for one of the labels click, got 'buy:auc'\.$"):
         rank.fit(Linear(), TRAIN, VAL, rank.FitOptions(metric="buy:auc"))
     with pytest.raises(ValueError, match=r"train must have labels"):
         rank.fit(Linear(), TRAIN.with_labels())
     with pytest.raises(ValueError, match=r"train has no requests"):
         rank.fit(Linear(), Requests.drawn(0))
-    with pytest.raises(ValueError, match=r"objective must be impressions for Linear, which has no loss of next items"):
+    with pytest.raises(ValueError, match=r"objective must be impressions for Linear, which has no next-item loss"):
         rank.fit(Linear(), TRAIN, options=rank.FitOptions(objective="next-item"))

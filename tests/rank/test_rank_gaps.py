@@ -50,8 +50,8 @@ def test_missing_values_are_read_and_counted():
     data = rank.Impressions.read(rows, schema=SCHEMA)
     gaps = int(np.isnan(rows["dwell"]).sum())
     assert data.notes == [
-        "Label 'click' has no value in 4 of 240 rows: its loss and its metrics leave them out.",
-        f"Label 'long' has no value in {gaps} of 240 rows: its loss and its metrics leave them out.",
+        "Label 'click' has no value in 4 of 240 rows: its loss and metrics skip these rows.",
+        f"Label 'long' has no value in {gaps} of 240 rows: its loss and metrics skip these rows.",
     ]
     batch = data.batch(torch.arange(len(data)))
     assert batch.partial == {"click", "long"}
@@ -68,7 +68,9 @@ def test_missing_values_are_read_and_counted():
 def test_a_row_must_have_a_value_of_one_label():
     rows = table()
     rows["click"][3] = np.nan
-    with pytest.raises(ValueError, match="row 3 of the impressions has no value of any label, click, long; a row must"):
+    with pytest.raises(
+        ValueError, match="row 3 of the impressions has no value for any label, click, long; a row must"
+    ):
         rank.Impressions.read(rows, schema=SCHEMA)
     one = rank.Schema(rank.Roles(request="request", labels=("click",)), FIELDS)
     with pytest.raises(ValueError, match=r"'click' .label.*row 3: must be 0 or 1, got a missing value"):
@@ -126,7 +128,7 @@ def test_posteriors_anchors_and_calibration_leave_rows_out():
     fisher = rank.FisherPrior.estimate(made, none, rank.BatchOptions(10)).fisher
     assert float(fisher["towers.heads.0.weight"].sum()) > 0
     assert float(fisher["towers.heads.1.weight"].sum()) == 0
-    with pytest.raises(ValueError, match="data must have values of label 'long', got none in 240 rows"):
+    with pytest.raises(ValueError, match="data must have values for label 'long', got none in 240 rows"):
         rank.calibrate(made, none)
     rank.calibrate(made, data)
     own = {label: layer.weight.clone() for label, layer in zip(made.labels, made.isotonic, strict=True)}

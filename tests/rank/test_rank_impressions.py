@@ -139,13 +139,13 @@ def test_what_was_counted_is_told():
     vocab = {"item": Id(vocab=["a", "b", "c"], side="item", history=True)}
     data = Impressions.read(ROWS, history=EVENTS, items={"item": ["a"], "tags": [[1]]}, schema=schema.replace(vocab))
     assert data.notes == [
-        "1 of 5 events has no user; histories leave them out.",
-        "Histories leave out 2 events at the very time of a request of the same user.",
+        "1 of 5 events has no user and are left out of histories.",
+        "Histories exclude 2 events at exactly the time of a request by the same user.",
         "1 of 4 rows has an item that the schema does not know.",
         "1 of 4 events has an item that the schema does not know.",
     ]
     assert Impressions.read({**ROWS, "click": [0] * 4}).notes == [
-        "Label 'click' is 0 in all 4 rows: with one class there is nothing to learn from it, and no AUC."
+        "Label 'click' is 0 in all 4 rows: with one class there is nothing to learn, and AUC is undefined."
     ]
 
 
@@ -160,13 +160,13 @@ def test_what_a_side_table_lacks_is_missing_and_counted():
 
 
 def test_histories_that_are_empty_are_told():
-    said = "No request has a history: do both tables name users alike, and are there events before?"
+    said = "No request has a history: check that both tables use the same user ids and events precede requests."
     strangers = {**EVENTS, "user": ["ann"] * 5}
     assert said in Impressions.read(ROWS, history=strangers).notes
     data = Impressions.read(ROWS, history=EVENTS)
     assert said not in data.notes
     bare = Impressions.read(ROWS, schema=data.schema)
-    assert bare.notes == ["The schema reads histories, and there is none: all are empty."]
+    assert bare.notes == ["The schema reads histories, but none was given: all histories are empty."]
     assert bare.batch(torch.arange(3)).history["item"].tolist() == []
 
 
@@ -402,9 +402,7 @@ def test_no_history_to_train_on_tells_of_a_request_that_is_held_out(rows, events
         assert len(train) == len(rows) - half
         return
     some = "1 event is" if len(told) == 1 else f"{len(told)} events are"
-    with pytest.raises(
-        ValueError, match=rf"by must be 'time' where .* held-out requests: {some} of .*row {told[0]} of"
-    ):
+    with pytest.raises(ValueError, match=rf"by must be 'time' if .* held-out requests: {some} for .*row {told[0]} "):
         data.split(by="request", fraction=half / len(rows), seed=4)
 
 
@@ -439,7 +437,7 @@ def test_rows_without_items_are_features_alone():
     batch = data.batch(torch.tensor([2, 0]))
     assert (batch.items["ad"].tolist(), batch.labels["click"].tolist(), batch.context) == ([1, 1], [1, 1], {})
     with pytest.raises(
-        ValueError, match=r"^rank\.Impressions: no column of these impressions is the item; name one by"
+        ValueError, match=r"^rank\.Impressions: these impressions have no item column; name the column by"
     ):
         _ = data.item_ids
     assert Schema.from_json(data.schema.to_json()) == data.schema
@@ -466,11 +464,11 @@ def refuse(rows, options, said):
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"item": None}, "the history must go with impressions of items; name their column by item=…, there are 'req"),
+        ({"item": None}, "the history must go with impressions with items; name the column by item=…, there are 'req"),
         ({"click": [0, 2, 1, 0]}, "'click' .label. of the impressions, row 1: must be 0 or 1, got 2.*'click >= 4'"),
         ({"click": [0, None, 1, 0]}, "'click' .label.*row 1: must be 0 or 1, got a missing value"),
         ({"click": list("abab")}, "'click' .label.*row 0: must be a number, got string 'a'"),
-        ({"time": None}, "the impressions must have times, so that no event of a request's future"),
+        ({"time": None}, "the impressions must have times, so that no event after a request"),
         ({"time": [1, None, 1, 1]}, "'time' .time. of the impressions, row 1: must be a time, got a missing"),
         ({"time": ["soon"] * 4}, "'time' .Time. of the impressions, row 0: must be a time such as"),
         (
@@ -478,8 +476,8 @@ def refuse(rows, options, said):
             "one unit, but looks in the impressions like ms, and in the history",
         ),
         ({"user": None}, "a history needs users; name the column by user="),
-        ({"user": [1, 2, 3, 1]}, "rows 0 and 2 are of one request .'request'. and of two users"),
-        ({"request": ["x", None, "x", "z"]}, "column 'request' .request., row 1: every row must name its request"),
+        ({"user": [1, 2, 3, 1]}, "rows 0 and 2 have the same request .'request'. but different users"),
+        ({"request": ["x", None, "x", "z"]}, "column 'request' .request., row 1: every row must have a request"),
         ({"sample_weight": [1.0, -1, 1, 1]}, "column 'sample_weight' .weight., row 1: must be 0 or more, got -1"),
         ({"sample_weight": ["a"] * 4}, "'sample_weight' .weight. of the impressions, row 0: must be a number"),
         ({"item": [0.5, 1.0, 1.0, 1.0]}, "'item' .Id. of the impressions, row 0: must be a string or an integer"),
@@ -511,17 +509,17 @@ def test_histories_that_cannot_be_read_get_a_sentence(history, said):
         (ROWS, {"item": "itm"}, r"there is no column 'itm' \(item\) in the impressions; did you mean 'item'"),
         (ROWS, {"labels": ["clik"]}, "must have the column 'clik', a label; did you mean 'click'"),
         (ROWS, {"labls": ["click"]}, "there is no argument 'labls'; did you mean 'labels'"),
-        (ROWS, {"labels": ["click >= word"]}, "row 0: >= compares with a number, got 'word'"),
-        (ROWS, {"labels": [], "history": "positives"}, "history='positives' needs labels, and the impressions have"),
-        (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= has the roles already, got item besides"),
+        (ROWS, {"labels": ["click >= word"]}, "row 0: >= needs a number, got 'word'"),
+        (ROWS, {"labels": [], "history": "positives"}, "history='positives' needs labels, but the impressions have"),
+        (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= already defines the roles, got also item"),
         (ROWS, {"history": EVENTS, "action": ["raing"]}, "the history must have the column 'raing', an action; there"),
         (ROWS, {"items": {"item": ["a", "a"], "n": [1, 2]}}, "the items must have each 'item' once, but have 'a' more"),
         (ROWS, {"items": {"thing": ["a"]}}, "the items must have the column 'item' .item.; there are 'thing'"),
-        (change({"item": None}), {"items": {"item": [1]}}, "the items must go with impressions of items; name their"),
+        (change({"item": None}), {"items": {"item": [1]}}, "the items must go with impressions with items; name the"),
         (
             change({"user": None}),
             {"users": {"user": [1], "age": [2]}},
-            "a table of users needs the impressions' column",
+            "a user table needs a user column in the impressions",
         ),
         ("gone.parquet", {}, "there is no file gone.parquet"),
         (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
@@ -535,7 +533,7 @@ def test_arguments_that_cannot_be_read_get_a_sentence(rows, options, said):
 def test_a_context_that_differs_within_a_request_gets_a_sentence():
     schema = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Id(side="context")})
     with pytest.raises(
-        ValueError, match=r"column 'device' has side 'context', but differs .* between rows 0 and 2; side"
+        ValueError, match=r"column 'device' has side 'context', but differs .* between rows 0 and 2; use side"
     ):
         Impressions.read({**ROWS, "device": ["tv", "tv", "phone", "tv"]}, schema=schema)
     missing = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Number(side="context")})
@@ -573,7 +571,7 @@ def test_a_context_that_differs_within_a_request_gets_a_sentence():
         (lambda d: d.split(fraction=2), "Impressions.split: fraction must be from 0 to 1, got 2"),
         (
             lambda d: d.split(by="request", fraction=0.5),
-            "by must be 'time' where the history is the impressions themselves",
+            "by must be 'time' if the impressions serve as history",
         ),
         (lambda d: Impressions.read(change({"time": None})).split(fraction=0.5), "by='time' needs times"),
     ],

@@ -44,7 +44,7 @@ def test_a_table_is_summed_up(folder):
         "time": ["1970-01-01 00:01:40", "1970-01-02 00:01:40"], "labels": {"like": 0.75},
         "roles": {"item": "item_id", "user": "user_id", "time": "timestamp", "labels": ("like = rating >= 4",),
                   "action": ("rating",)},
-        "left_out": {"user_id": "the history says who the user is"},
+        "left_out": {"user_id": "the history identifies the user"},
         "notes": ["2 of 4 rows have an item that is not among the items.",
                   "2 of 4 events have an item that is not among the items."],
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_a_table_is_shown(folder, capsys, monkeypatch):
     inspect_data(**tables, label=["rating >= 4"], output=folder / "schema.json")
     said = capsys.readouterr().out
     for words in ("3 requests, 4 rows, 4 events", "1.33 on average, 2 at most", "none: 66.7%", "75.00% of the rows",
-                  "title", "the history says who the user is", "not among the items"):  # fmt: skip
+                  "title", "the history identifies the user", "not among the items"):  # fmt: skip
         assert words in said
     schema = Schema.load(folder / "schema.json")
     inspect_data(**tables, schema=folder / "schema.json", json=True)
@@ -82,7 +82,5 @@ def test_what_cannot_be_read_is_a_problem(folder, options, said):
     with pytest.raises(Problem, match=said):
         inspect_data(folder / "films", **options)
     (folder / "bare.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(
-        Problem, match=r"rank inspect: the history must go .* name their column by --item, there are 'a'"
-    ):
+    with pytest.raises(Problem, match=r"rank inspect: the history must go .* name the column by --item, there are 'a'"):
         inspect_data(folder / "bare.csv", history=["self"])

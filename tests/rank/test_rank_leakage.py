@@ -36,7 +36,7 @@ FIELDS = {
 def told(rows, labels=("click",)):
     data = rank.Impressions.read(rows, schema=rank.Schema({"labels": labels}, FIELDS))
     return [
-        re.match(r"Field '(.*?)' alone tells label '(.*?)', with an AUC of (\S+)\. If", one)
+        re.match(r"Field '(.*?)' alone predicts label '(.*?)', with AUC (\S+)\. If", one)
         for one in find_leaky_fields(data)
     ]
 

@@ -316,7 +316,7 @@ def test_a_saved_ranker_is_the_same_and_files_that_do_not_fit_together_are_refus
         (tmp_path / name).write_text(changed)
         with pytest.raises(
             ValueError,
-            match=r"must be of one ranker, as save_pre|does not fit the model|is damaged|options that no LiGR",
+            match=r"must be of one ranker, as save_pre|does not fit the model|is damaged|unknown options for LiGR",
         ):
             LiGR.from_pretrained(tmp_path)
         (tmp_path / name).write_bytes(whole)
@@ -332,7 +332,7 @@ def test_what_makes_no_model_is_refused():
         ({"layers": 0}, "must be positive"),
         ({"setwise_layers": 3}, r"setwise_layers must lie in \[0, 2\], got 3"),
         ({"dropout": 1.0}, r"dropout in \[0, 1\), got 4.0 and 1.0"),
-        ({"weights": {"buy": 1.0}}, r"weights must be of the labels \['click', 'like'\], got one of 'buy'"),
+        ({"weights": {"buy": 1.0}}, r"weights must be for the labels \['click', 'like'\], got 'buy'"),
     ):
         with pytest.raises(ValueError, match=words):
             LiGR(SCHEMA, LiGRConfig(**{"width": 16, "layers": 2, "heads": 2, **options}))

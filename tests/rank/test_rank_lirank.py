@@ -510,10 +510,10 @@ def test_data_of_other_codes_are_refused():
     )
     model = made(data.schema)
     for call, table, sentence in (
-        (rank.score, other, r"rank\.score: data must be read with .* 'a' has another vocabulary of 3"),
-        (rank.fit, other, r"rank\.fit: data must be read with .* 'a' has another vocabulary of 3"),
-        (rank.score, less, "'a' has a vocabulary of 2 values, and one of 3 in the ranker's"),
-        (rank.score, none, r"schema=ranker\.schema: it has no field 'a'\.$"),
+        (rank.score, other, r"rank\.score: data must be read with .* 'a' has a different vocabulary with 3"),
+        (rank.fit, other, r"rank\.fit: data must be read with .* 'a' has a different vocabulary with 3"),
+        (rank.score, less, "'a' has a vocabulary with 2 values, but 3 in the ranker's"),
+        (rank.score, none, r"schema=ranker\.schema: data has no field 'a'\.$"),
     ):
         with pytest.raises(ValueError, match=sentence):
             call(model, table)
@@ -606,9 +606,9 @@ def test_tables_of_8_bits_weigh_less_and_score_alike():
     assert 0 < found.mean < found.largest < 0.05
     before, after = found.auc["click"]
     assert before == pytest.approx(after, abs=0.01)
-    with pytest.raises(ValueError, match=r"^rank\.quantize_tables: tables must have 32 bits, got tables of 8 bits"):
+    with pytest.raises(ValueError, match=r"^rank\.quantize_tables: tables must have 32 bits, got 8-bit tables"):
         rank.quantize_tables(small)
-    with pytest.raises(ValueError, match=r"tables of 8 bits cannot be trained; train first, and compress then"):
+    with pytest.raises(ValueError, match=r"8-bit tables cannot be trained; train first, then compress"):
         rank.fit(small, data, None, rank.FitOptions(epochs=1))
     with torch.no_grad():
         model.inputs.tables()[0].weight[3] = 1e6
@@ -623,23 +623,23 @@ def test_what_makes_no_model_is_refused():
     for options, words in (
         ({"width": 0}, "width must be positive and dropout in"),
         ({"cross": "deep"}, "cross must be one of 'residual', 'dcn', 'none', got 'deep'"),
-        ({"rank": None}, "cross 'residual' needs a rank"),
+        ({"rank": None}, "cross 'residual' needs rank"),
         ({"layers": 0}, "layers, rank and temperature must be positive, got 0"),
         ({"mlp": (4, 0)}, r"mlp must be positive widths, got \(4, 0\)"),
         ({"norm": "group"}, "norm must be one of 'none', 'batch', 'layer', got 'group'"),
         ({"bits": 4}, "bits must be 32 or 8, got 4"),
         ({"blocks": [{"kind": "mlp", "width": 4, "inputs": [0]}], "temperature": 0.0}, "temperature must be positive"),
-        ({"calibrate": "contry"}, "calibrate must be .* name of a field Id, got 'contry'; did you mean 'country'"),
+        ({"calibrate": "contry"}, "calibrate must be .* an Id field's name, got 'contry'; did you mean 'country'"),
         ({"calibrate": "hashed"}, "calibrate must be .* got 'hashed'"),
         ({"towers": {"a": ["click"]}}, "towers must name each of the labels click, like once, got 'like' 0 times"),
         ({"towers": {"a": ["click", "like"], "b": ["buy"]}}, "towers must name .* got 'buy' 1 times"),
-        ({"weights": {"buy": 1.0}}, r"weights must be of the labels \['click', 'like'\], got one of 'buy'"),
+        ({"weights": {"buy": 1.0}}, r"weights must be for the labels \['click', 'like'\], got 'buy'"),
     ):
         with pytest.raises(ValueError, match=f"^LiRank: {words}"):
             made(**options)
-    with pytest.raises(ValueError, match="the schema must name labels, which it learns, got none"):
+    with pytest.raises(ValueError, match="the schema must name labels to learn, got none"):
         made(Schema({}, {"x": Number()}))
-    with pytest.raises(ValueError, match="must have a field to read beside texts, got none"):
+    with pytest.raises(ValueError, match="must have a field that is not text, got none"):
         made(Schema({"labels": "y"}, {"x": Text()}))
     model, requests = made(), drawn()
     with pytest.raises(ValueError, match="batch must have the field 'country', got"):
@@ -647,13 +647,13 @@ def test_what_makes_no_model_is_refused():
     with pytest.raises(ValueError, match=r"LiRank.features: label must be one of click, like, got 'buy'"):
         model.features(requests, "buy")
     for options, words in (
-        ({"hash_rows": 1}, "Id: hash_rows must be an integer of at least 2, or all values have one code, got 1"),
-        ({"hash": "qr"}, "Id: hash 'qr' needs hash_rows, how many rows"),
+        ({"hash_rows": 1}, "Id: hash_rows must be an integer of at least 2 .with 1, all values share a code., got 1"),
+        ({"hash": "qr"}, "Id: hash 'qr' needs hash_rows, the number of rows"),
         ({"hash_rows": 5, "hash": "double"}, "Id: hash must be one of 'mod', 'qr', got 'double'"),
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             Id(**options)
-    with pytest.raises(ValueError, match=r"LiGR: hash of an Id must be 'mod', got 'qr', which LiRank reads"):
+    with pytest.raises(ValueError, match=r"LiGR: hash of an Id must be 'mod', got 'qr', which only LiRank reads"):
         rank.LiGR(QR, rank.LiGRConfig(16, 1, 2))
-    with pytest.raises(ValueError, match=r"LiGR: the schema must name items, .*, or take LiRank"):
+    with pytest.raises(ValueError, match=r"LiGR: the schema must name candidate items; .*, or use LiRank"):
         rank.LiGR(Schema({"labels": "y"}, {"x": Number()}), rank.LiGRConfig(16, 1, 2))

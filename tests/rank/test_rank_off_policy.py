@@ -80,12 +80,12 @@ def test_clipping_bounds_weights():
 def test_sentences():
     ones, half = torch.ones(3), torch.full((3,), 0.5)
     for call, said in (
-        (lambda: ips(ones, torch.tensor([0.5, 0.0, 0.5]), half), "logged must be above 0, .* got 0 in row 1"),
+        (lambda: ips(ones, torch.tensor([0.5, 0.0, 0.5]), half), "logged must be above 0 for .* got 0 in row 1"),
         (lambda: ips(ones, half, 3 * ones), "target must be from 0 to 1, got 3.0 to 3.0"),
         (lambda: snips(ones, half[:2], half), r"logged must be \(n,\) .* as reward is \(3,\), got \(2,\)"),
         (lambda: dr(ones, half, half, ones[:1], ones), r"predicted must be \(n,\)"),
         (lambda: direct(ones * math.nan), "expected must be finite, got nan"),
-        (lambda: direct(torch.zeros(0)), "with a row or more"),
+        (lambda: direct(torch.zeros(0)), "with at least one row"),
         (lambda: ips(ones, half, half, clip=0), "clip must be above 0"),
         (lambda: ips(ones, half, half, level=1.0), "level in"),
         (lambda: replay(ones, 2 * ones), "matches must be from 0 to 1"),

@@ -54,9 +54,9 @@ def test_what_is_inferred():
         "age": (Id, "context", False), "member": (Id, "context", False),
     }  # fmt: skip
     assert schema.left_out == {
-        "user_id": "the history says who the user is", "click": "it says what happened",
-        "embedding": "it holds lists of double", "version": "it has one value only", "nothing": "it has no values",
-        "volume": "events alone have it; name it by action=… if it says what happened",
+        "user_id": "the history identifies the user", "click": "it records an outcome",
+        "embedding": "it holds lists of double", "version": "it has a single value", "nothing": "it has no values",
+        "volume": "only events have this column; name the column by action=… if it records an outcome",
     }  # fmt: skip
     assert schema.fields["item_id"].vocab == (7, 8, 9)
     assert list(schema.history) == ["item_id", "rating", "genres", "released", "pages"]
@@ -113,11 +113,11 @@ def test_a_schema_is_inferred_by_itself():
 def test_bytes_are_no_field():
     for kind in (pa.binary(), pa.large_binary(), pa.binary(1), pa.binary_view()):
         table = {"item": [1, 2], "hash": pa.array([b"a", b"b"], pa.binary()).cast(kind)}
-        assert "nothing that a model reads" in Impressions.read(table).schema.left_out["hash"]
+        assert "models cannot read" in Impressions.read(table).schema.left_out["hash"]
 
 
 def test_labels_of_one_name_are_refused():
-    with pytest.raises(ValueError, match=r"^Schema: labels must differ in their names, got 'a' more often"):
+    with pytest.raises(ValueError, match=r"^Schema: labels must have unique names, got 'a' more than once"):
         Impressions.read({"item": [1, 2], "stars": [1, 5]}, labels=["a = stars >= 4", "b = stars", "a = stars >= 5"])
 
 
@@ -136,14 +136,14 @@ def test_a_side_follows_from_most_rows():
 def test_an_index_that_pandas_wrote_is_no_feature(index):
     schema = infer_schema({index: [10, 11, 12], "age": [1.5, 2.5, 4.5], "click": [0, 1, 0]})
     assert [*schema.fields] == ["age"]
-    assert "index that pandas wrote" in schema.left_out[index]
+    assert "row index written by pandas" in schema.left_out[index]
     assert [*Schema({}, {index: Number()}).fields] == [index]  # whoever names it has it
 
 
 def test_what_is_named_like_an_outcome_is_no_feature():
     schema = Impressions.read({**ROWS, "dwell_time": [0.5, 0.0, 0.1, 9.0, 3.0], "liked": [0, 1, 0, 1, 1]}).schema
     assert not {"dwell_time", "liked"} & set(schema.fields)
-    assert schema.left_out["dwell_time"] == "it says what happened, by its name"
+    assert schema.left_out["dwell_time"] == "it records an outcome, by its name"
 
 
 def test_json_there_and_back(tmp_path):
@@ -181,7 +181,7 @@ def write(roles=None, **fields):
         ("[]", "the text must hold an object, got a list"),
         ("{}", "must hold an object with the objects 'roles' and 'fields'"),
         (write(roles={"itm": "a"}), "there is no role 'itm'; did you mean 'item'"),
-        (write(roles={"item": 3}), "role 'item' must be the name of a column, or none, got 3"),
+        (write(roles={"item": 3}), "role 'item' must be a column name, or none, got 3"),
         (write(roles={"labels": None}), "role 'labels' must be a list of columns, got None"),
         (write(roles={"labels": [1]}), r"role 'labels' must be a list of columns, got \[1\]"),
         (write(a=["Id"]), r"field 'a' must have a kind among .*, got \['Id'\]"),
@@ -190,20 +190,23 @@ def write(roles=None, **fields):
         (write(a={"kind": "Id", "hashrows": 3}), "field 'a': Id has no option 'hashrows'; did you mean 'hash_rows'"),
         (write(a={"kind": "Id", "hash_rows": {}}), "hash_rows must be an integer"),
         (write(a={"kind": "Id", "hash_rows": 10**30}), "hash_rows must be an integer"),
-        (write(a={"kind": "Id", "vocab": [[1]]}), "vocab must hold strings or integers"),
+        (write(a={"kind": "Id", "vocab": [[1]]}), "vocab must hold only strings or only integers"),
         (write(a={"kind": "Id", "vocab": "ab"}), "field 'a': Id: vocab must be a list of values, got 'ab'"),
         (write(a={"kind": "Cross", "of": 5}), "field 'a': Cross: of must be a list of fields, got 5"),
         (write(a={"kind": "Number", "knots": ["x"]}), r"Number: knots must be a list of numbers, got \['x'\]"),
         (write(a={"kind": "Number", "spread": "x"}), "field 'a': Number: spread must be a number, got 'x'"),
         (write(a={"kind": "Number", "knots": [math.nan, 1], "scores": [0, 1]}), "field 'a': Number: knots must rise"),
-        (write(a=ITEM), "field 'a' has side 'item', but roles.item names no column of items"),
+        (write(a=ITEM), "field 'a' has side 'item', but roles.item names no item column"),
         (write(roles={"item": "a"}), r"the item 'a' must have a field Id\(side='item'\), got None"),
         (write(roles={"item": "a"}, a="Id"), "the item 'a' must have a field"),
         (
             write(roles={"item": "a", "time": "t"}, a=ITEM, t="Time"),
             r"'t' must have a field Time\(side='context'\), got",
         ),
-        (write(roles={"item": "a", "action": ["b"]}, a=ITEM), "the action 'b' must have a field of side 'action', got"),
+        (
+            write(roles={"item": "a", "action": ["b"]}, a=ITEM),
+            "the action 'b' must have a field with side 'action', got",
+        ),
         (write(a={"kind": "Id", "side": "action"}), "'a' has side 'action', but roles.action does not name it"),
     ],
 )

@@ -97,8 +97,8 @@ def test_a_key_has_no_order():
     [
         ({"most": 0}, r"most must be from 1 to 7 blocks, got 0: without a block no path leads"),
         ({"kinds": ()}, r"kinds must name one of mlp, .*, got none: without a block no path leads"),
-        ({"kinds": ("dott",)}, r"there is no kind 'dott' of blocks; did you mean 'dot'\?"),
-        ({"kinds": ("fm", "dot"), "vectors": 1}, r"one vector alone, so that no block can read them"),
+        ({"kinds": ("dott",)}, r"there is no block kind 'dott'; did you mean 'dot'\?"),
+        ({"kinds": ("fm", "dot"), "vectors": 1}, r"a single vector, so no block can read the features"),
     ],
 )
 def test_a_space_without_a_path_is_refused(options, sentence):
@@ -322,8 +322,8 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts, tmp_path
     fewer = rank.Impressions.read(table(100, 1), schema=train.schema)
     other = rank.Impressions.read(table(label="bought"), labels="bought").split(by="request", fraction=0.3)
     for arguments, sentence in (
-        ((*other, options(6)), r"begun with labels click, and now there is bought;"),
-        ((fewer, val, options(6)), r"begun with training data 168 requests, \w+, and now there is 100 requests, "),
+        ((*other, options(6)), r"started with labels click, but got bought;"),
+        ((fewer, val, options(6)), r"started with training data 168 requests, \w+, but got 100 requests, "),
         ((train, fewer, options(6)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
         ((*parts, options(6, sampler="random")), r"with sampler evolution, and now there is random;"),
         ((*parts, options(6, seed=1)), r"begun with seed 0, and now there is 1;"),
@@ -332,7 +332,7 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts, tmp_path
         with pytest.raises(ValueError, match=sentence):
             rank.search_blocks(*arguments, folder=folder)
     (tmp_path / "study.db").write_bytes(b"no database, but as long as a header of one" * 90)
-    with pytest.raises(ValueError, match=r"study.db is no study that can be read: .*file is not a database"):
+    with pytest.raises(ValueError, match=r"study.db is not a readable study: .*file is not a database"):
         rank.search_blocks(*parts, options(1), folder=tmp_path)
     assert not module.is_active(tmp_path)  # so that another search may overwrite the study
 
@@ -383,9 +383,9 @@ def test_two_searches_share_the_trials_of_a_study(parts, tmp_path):
     ("changes", "sentence"),
     [
         ({"trials": 0}, r"trials must be an integer of at least 1, got 0\.$"),
-        ({"rows": 0.0}, r"rows must be a share, above 0 and at most 1, got 0\.0\.$"),
+        ({"rows": 0.0}, r"rows must be a fraction, above 0 and at most 1, got 0\.0\.$"),
         ({"sampler": "tpe"}, r"sampler must be evolution or random, got 'tpe'\.$"),
-        ({"fit": rank.FitOptions(loss="softmax")}, r"fit must be by the loss bce"),
+        ({"fit": rank.FitOptions(loss="softmax")}, r"fit must use loss bce"),
         ({"model": {"cross": "dcn"}}, r"model must leave cross to the blocks, got cross='dcn'\.$"),
         ({"model": {"widht": 3}}, r"model has no 'widht'; did you mean 'width'\?"),
         ({"most": 8}, r"most must be from 1 to 7 blocks, got 8"),

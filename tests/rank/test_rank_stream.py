@@ -198,7 +198,7 @@ def test_rows_of_features_alone_are_streamed(tmp_path):
 
 def test_what_cannot_be_streamed_gets_a_sentence(folder, tmp_path):
     place, rows, events = folder
-    with pytest.raises(ValueError, match=r"mebibytes must hold two row groups, of up to 1\d\d rows and .* MiB each"):
+    with pytest.raises(ValueError, match=r"mebibytes must hold two row groups, with up to 1\d\d rows and .* MiB each"):
         rank.Stream.read(place, mebibytes=0.001, **ROLES)
     with pytest.raises(ValueError, match=r"history must be a table of events, not the impressions themselves"):
         rank.Stream.read(place, history="self", **ROLES)
@@ -206,7 +206,7 @@ def test_what_cannot_be_streamed_gets_a_sentence(folder, tmp_path):
     parquet.write_table(pa.table(rows).take(order), tmp_path / "apart.parquet")
     together = rows["request"][0] == rows["request"][1]
     name = rows["request"][1] if together else rows["request"][0]
-    with pytest.raises(ValueError, match=r"the rows of a request must stand together, and those of 'r"):
+    with pytest.raises(ValueError, match=r"a request's rows must be contiguous, but the rows of 'r"):
         rank.Stream.read(tmp_path / "apart.parquet", **ROLES)
     assert name.startswith("r")
     (tmp_path / "rows.csv").write_text("item,click\n1,0\n")

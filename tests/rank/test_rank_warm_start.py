@@ -224,10 +224,10 @@ def test_vocabularies_that_changed_otherwise_are_refused(data, tmp_path):
     def banner(*values):
         return dataclasses.replace(fields["banner"], vocab=values)
 
-    refuse("for 'banner' 'b1' in the place of 'b0', whose row it would read", banner=banner("b1", "b0", *vocab[2:]))
-    refuse("for 'banner' none in the place of 'b4'", banner=banner(*vocab[:-1]))
-    refuse("other options of 'size'", size=Number(scale="log", center=0.0, spread=2.0))
-    refuse("other options of 'visitor'", visitor=dataclasses.replace(fields["visitor"], dim=8))
+    refuse("for 'banner' 'b1' in place of 'b0', whose row it would read", banner=banner("b1", "b0", *vocab[2:]))
+    refuse("for 'banner' none in place of 'b4'", banner=banner(*vocab[:-1]))
+    refuse("different options for 'size'", size=Number(scale="log", center=0.0, spread=2.0))
+    refuse("different options for 'visitor'", visitor=dataclasses.replace(fields["visitor"], dim=8))
     refuse("difference in 'more': the ranker has no such field", more=Number(scale="none"))
     turned = rank.Schema(data.schema.roles, dict(reversed(fields.items())))
     with pytest.raises(ValueError, match="fields in the ranker's order, banner, visitor"):
@@ -236,7 +236,7 @@ def test_vocabularies_that_changed_otherwise_are_refused(data, tmp_path):
         rank.expand_vocabularies(ranker, rank.Schema(rank.Roles(labels=("size >= 0",)), fields))
     with pytest.raises(ValueError, match=r"column 'visitor' .* vocab holds integers such as 10, .* got 'anna'"):
         newer(data.schema, visitor=["anna"] * 160)
-    with pytest.raises(ValueError, match="grows=True is for a vocab"):
+    with pytest.raises(ValueError, match="grows=True needs a vocab"):
         Id(grows=True)
     with pytest.raises(ValueError, match=r"which rank\.save_priors writes"):
         rank.load_priors(tmp_path)
@@ -246,7 +246,7 @@ def test_fits_that_an_anchor_says_nothing_of_are_refused(data):
     ranker = made(data)
     prior = rank.FisherPrior.estimate(ranker, data)
     for options, said in (
-        ({"loss": "softmax"}, "loss must be bce of impressions .* got softmax"),
+        ({"loss": "softmax"}, "loss must be bce on impressions .* got softmax"),
         ({"table_optimizer": "row-adagrad"}, "table_optimizer must be adamw with priors"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -31,7 +31,7 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
     if z.dim() != 2 or not z.is_floating_point():
         raise ValueError(f"{name}: z must be (n, d) floats, got {tuple(z.shape)} {z.dtype}.")
     if labels.shape != (len(z),):
-        raise ValueError(f"{name}: labels must be ({len(z):,},), one a row of z, got {tuple(labels.shape)}.")
+        raise ValueError(f"{name}: labels must be ({len(z):,},), one per row of z, got {tuple(labels.shape)}.")
     if not bool(z.isfinite().all()):
         raise ValueError(f"{name}: z must be finite, got NaN or infinity.")
     bases = []
@@ -39,7 +39,7 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
         rows = z.detach()[labels == label].double()
         if dims > min(rows.shape):
             raise ValueError(
-                f"{name}: dims must be at most {min(rows.shape)}, for class {label} has {len(rows)} rows of "
+                f"{name}: dims must be at most {min(rows.shape)}, as class {label} has {len(rows)} rows with "
                 f"{rows.shape[1]} numbers, got {dims}."
             )
         # The small Gram matrix of a tall matrix would lose half the digits.

@@ -54,7 +54,7 @@ def planetoid(name: str, folder: str | Path) -> Graph:
     except DamagedFileError as error:
         raise ValueError(f"planetoid: {error}") from error
     except (ValueError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"planetoid: the files ind.{name}.* of {place} do not fit together ({error}).") from error
+        raise ValueError(f"planetoid: the files ind.{name}.* of {place} are inconsistent ({error}).") from error
 
 
 def _folder(name: str, folder: Path) -> Path:
@@ -67,7 +67,7 @@ def _folder(name: str, folder: Path) -> Path:
     if missing:
         files = ", ".join(f"ind.{name}.{part}" for part in missing)
         raise ValueError(
-            f"planetoid: {place} must hold the files of {name}, got none of {files}. They are in the folder data of "
+            f"planetoid: {place} must hold the {name} files, got none of {files}. See the data folder of "
             "https://github.com/kimiyoung/planetoid."
         )
     return place
@@ -89,7 +89,7 @@ def _join_parts(place: Path, read: dict[str, Any], test: npt.NDArray[np.int64]) 
     x /= np.maximum(x.sum(1, keepdims=True), 1)
     listed = [(a, b) for a, others in read["graph"].items() for b in others if a != b]
     if not all(type(a) is int and type(b) is int for a, b in listed):
-        raise ValueError("the graph must hold lists of nodes by number")
+        raise ValueError("the graph must hold lists of node numbers")
     pairs = np.array(listed, dtype=np.int64).reshape(-1, 2)
     edges = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0).T
     return Graph(
@@ -117,4 +117,4 @@ def _indices(file: Path) -> npt.NDArray[np.int64]:
     try:
         return np.array([int(word) for word in file.read_text().split()], dtype=np.int64)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"planetoid: {file} must hold a number of a node a line ({error}).") from error
+        raise ValueError(f"planetoid: {file} must hold one node number per line ({error}).") from error

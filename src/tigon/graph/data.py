@@ -51,7 +51,7 @@ class Graph:
             if nodes is None:
                 continue
             if nodes.dim() != 1 or not _whole(nodes):
-                raise ValueError(f"Graph: {name} must be a line of integers, got {tuple(nodes.shape)} {nodes.dtype}.")
+                raise ValueError(f"Graph: {name} must be a 1-D integer tensor, got {tuple(nodes.shape)} {nodes.dtype}.")
             nodes = nodes.long()  # torch cannot compare unsigned integers wider than 8 bits
             outside = nodes[(nodes < 0) | (nodes >= n)]
             if len(outside):
@@ -76,7 +76,7 @@ def read_graph(file: str | Path) -> Graph:
     missing = [name for name in ("x", "edge_index") if name not in arrays]
     if missing:
         raise ValueError(
-            f"read_graph: {file} must hold x (n, F) and edge_index (2, e), got no {' and no '.join(missing)}; it has "
+            f"read_graph: {file} must hold x (n, F) and edge_index (2, e), got no {' and no '.join(missing)}; found "
             f"{', '.join(sorted(arrays)) or 'nothing'}."
         )
     for name in NAMES[1:]:

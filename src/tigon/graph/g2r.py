@@ -193,7 +193,7 @@ class G2R(nn.Module):
         try:
             model = cls(**{name: about[name] for name in OPTIONS})
         except (ValueError, TypeError) as error:
-            raise DamagedFileError(f"{folder / CONFIG} has options that no model has: {error}") from error
+            raise DamagedFileError(f"{folder / CONFIG} has unknown model options: {error}") from error
         load_state(model, tensors, folder / WEIGHTS)
         return model.to(device).eval()
 
@@ -230,7 +230,7 @@ class _Convolutions(nn.Module):
             raise ValueError(f"G2R: x must be (n, {len(self.weight1)}), got {tuple(x.shape)}.")
         dtype = self.weight1.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"G2R: x must be of the weights' dtype, {dtype}, got {x.dtype}: x.to({dtype}).")
+            raise ValueError(f"G2R: x must have the weights' dtype, {dtype}, got {x.dtype}: x.to({dtype}).")
         A = edge_index
         if A.layout == torch.strided:
             A = _adjacency(torch.stack(list_edges("G2R", edge_index, len(x))), len(x), x.dtype)

@@ -40,9 +40,11 @@ def probe(z: Tensor, graph: Graph, *, c: float = 1.0) -> dict[str, float]:
     labels = y.cpu().long()
     for name, nodes in known.items():
         if int(labels[nodes].min()) < 0:
-            raise ValueError(f"probe: y must have the labels of {name}, got {int(labels[nodes].min())}, which is none.")
+            raise ValueError(
+                f"probe: y must have labels for {name}, got {int(labels[nodes].min())}, which is not a label."
+            )
     if len(labels[known["train"]].unique()) < 2:
-        raise ValueError("probe: train must have nodes of two classes, got one.")
+        raise ValueError("probe: train must have nodes from two classes, got one.")
     rows = torch.nn.functional.normalize(z.detach().cpu().double()).numpy()
     fitted = LogisticRegression(C=c, max_iter=1000).fit(rows[known["train"].numpy()], labels[known["train"]].numpy())
     return {

@@ -50,9 +50,9 @@ class CSRMatrix:
         fits = data.ndim == indices.ndim == indptr.ndim == 1 and len(data) == len(indices) and len(indptr) == rows + 1
         whole = all(x.dtype.kind in "iu" for x in (indices, indptr))
         if not fits or not whole or indptr[0] != 0 or indptr[-1] != len(data) or (np.diff(indptr) < 0).any():
-            raise ValueError("a matrix whose arrays do not fit together")
+            raise ValueError("a matrix with inconsistent arrays")
         if len(indices) and not 0 <= indices.min() <= indices.max() < columns:
-            raise ValueError("a matrix with a column outside of it")
+            raise ValueError("a matrix with a column index out of range")
         self.data, self.indices, self.indptr, self.shape = data, indices, indptr, (rows, columns)
 
 
@@ -64,13 +64,13 @@ class _Dtype:
     def __init__(self, spelled: Any, *_: Any) -> None:
         if not isinstance(spelled, str) or not _NUMERIC.fullmatch(spelled):
             name = repr(spelled[:40]) if isinstance(spelled, str) else "of another kind"
-            raise ValueError(f"dtype {name}, where numbers are all that is read")
+            raise ValueError(f"dtype {name}, but only numbers are allowed")
         self.value = np.dtype(spelled)
 
     def set_state(self, state: Any) -> None:
         _, order, *more = state
         if order not in ("<", ">", "=", "|") or any(one is not None for one in more[:3]):
-            raise ValueError("a dtype with fields, where numbers are all that is read")
+            raise ValueError("a dtype with fields, but only numbers are allowed")
         self.value = self.value.newbyteorder(order)
 
 
@@ -93,7 +93,7 @@ class _Array:
 
 def _whole(size: Any) -> int:
     if type(size) is not int or not 0 <= size < 2**31:
-        raise ValueError(f"a size of {size}" if type(size) is int else "a size that is no integer")
+        raise ValueError(f"a size of {size}" if type(size) is int else "a size that is not an integer")
     return size
 
 
@@ -103,7 +103,7 @@ def _numbers(dtype: Any, content: Any, count: int) -> npt.NDArray[Any]:
         raise ValueError("an array without a dtype")
     raw = content.encode("latin1") if isinstance(content, str) else content
     if not isinstance(raw, bytes) or len(raw) != count * dtype.value.itemsize:
-        raise ValueError("an array of another size than its bytes")
+        raise ValueError("an array whose size does not match its bytes")
     return np.frombuffer(raw, dtype.value)
 
 
@@ -115,7 +115,7 @@ def _bytes(text: Any, encoding: Any) -> bytes:
     """Bytes as Python 3 pickles them for Python 2; only Latin 1 is allowed."""
     # A list may contain itself repeatedly, so its text can have any size.
     if not isinstance(text, str):
-        raise ValueError("bytes that are written as something else than text")
+        raise ValueError("bytes that are not written as text")
     return text.encode("latin1")
 
 
@@ -150,19 +150,19 @@ class _Unpickler(_Machine):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMES:
-            raise pickle.UnpicklingError(f"it wants {module}.{name}, and arrays and lists are all that is read")
+            raise pickle.UnpicklingError(f"it needs {module}.{name}, but only arrays and lists are allowed")
         return _NAMES[module, name]
 
     def _call(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, _Name) or name.read is None or not isinstance(arguments, tuple):
-            raise pickle.UnpicklingError("it calls what is no function")
+            raise pickle.UnpicklingError("it calls an object that is not a function")
         self.append(name.read(*arguments))
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
         if not isinstance(made, (_Array, _Dtype, CSRMatrix)):
-            raise pickle.UnpicklingError("it gives a state to what has none")
+            raise pickle.UnpicklingError("it sets state on an object without state")
         made.set_state(state)
 
     def _set_items(self) -> None:
@@ -182,7 +182,7 @@ class _Unpickler(_Machine):  # type: ignore[misc]
         into = self.stack[-1]
         # Hashing deeply nested tuples could take forever.
         if not isinstance(into, dict) or not all(type(key) in (int, str) for key in keys):
-            raise pickle.UnpicklingError("it has a dict whose keys are neither numbers nor texts")
+            raise pickle.UnpicklingError("it has a dict whose keys are neither numbers nor text")
         into.update(zip(keys, values, strict=True))
 
     for _name in _OPCODES:
@@ -205,5 +205,5 @@ def read_pickle(file: Path) -> Any:
     try:
         found = _Unpickler(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # a damaged pickle can raise any exception
-        raise DamagedFileError(f"{file} is no pickle of arrays: {error}.") from error
+        raise DamagedFileError(f"{file} is not a pickle of arrays: {error}.") from error
     return found.value if isinstance(found, _Array) else found

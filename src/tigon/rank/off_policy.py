@@ -117,7 +117,7 @@ def _importance_weights(
         _check_probabilities(name, what, p)
     if bool((logged == 0).any()):
         row = int((logged == 0).nonzero()[0])
-        raise ValueError(f"off_policy.{name}: logged must be above 0, for actions that were taken, got 0 in row {row}.")
+        raise ValueError(f"off_policy.{name}: logged must be above 0 for actions taken, got 0 in row {row}.")
     if not clip > 0:
         raise ValueError(f"off_policy.{name}: clip must be above 0, got {clip}.")
     return reward, (target / logged).clamp(max=clip)
@@ -128,7 +128,7 @@ def _check_inputs(name: str, **given: Tensor) -> list[Tensor]:
     for key, x in given.items():
         if x.dim() != 1 or len(x) != n or not n:
             raise ValueError(
-                f"off_policy.{name}: {key} must be (n,) with a row or more"
+                f"off_policy.{name}: {key} must be (n,) with at least one row"
                 + (f", as {first} is ({n},)" if key != first else "")
                 + f", got {tuple(x.shape)}."
             )

@@ -2,6 +2,4 @@
 
 from tigon.cli.options import make_group
 
-graph = make_group(
-    "graph", "Embeddings of a graph's nodes, without labels.", __name__, {"fit": "fit", "probe": "probe"}
-)
+graph = make_group("graph", "Unsupervised node embeddings for graphs.", __name__, {"fit": "fit", "probe": "probe"})

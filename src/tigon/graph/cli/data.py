@@ -16,7 +16,7 @@ def load_graph(command: str, data: str, root: str | None) -> Any:
 
     if data in DATASETS:
         if root is None:
-            raise Problem(f"{command}: --root must name the folder of the files of {data}, ind.{data}.x and so on")
+            raise Problem(f"{command}: --root must name the folder with the {data} files, ind.{data}.x and so on")
         with sentences(command):
             return planetoid(data, root)
     if root is not None:

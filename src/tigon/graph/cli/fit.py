@@ -39,15 +39,15 @@ class GraphFitOptions(RunOptions):
 
     output: Path = option(Path("graph-run"), "Folder for checkpoints, models and embeddings.", "-o")
     data: str | None = option(None, "cora, citeseer or pubmed, or your own graph: .npz or .safetensors with x and edge_index and, for a probe, y, train, val and test.")
-    root: str | None = option(None, "Folder of the files ind.cora.x and so on, those of Planetoid.")
-    hidden: int | None = option(None, r"Width of the first convolution. \[default: from the data]", min=1, max=LARGEST)
-    out: int | None = option(None, r"Width of the embeddings. \[default: from the data]", min=1, max=LARGEST)
-    eps: float | None = option(None, "Squared error of the coding rate; default: 0.3; 0.05 for cora and pubmed, 0.1 for citeseer.")
-    gamma: float | None = option(None, "Weight of the whole against the neighbourhoods; default: 1, and 0.5 for cora, citeseer and pubmed.")
-    epochs: int | None = option(None, "Steps; default: 20, and 40 for pubmed.", min=1, max=LARGEST)
-    nodes: int | None = option(None, "Neighbourhoods that are drawn for a step; default: 768, 512 for citeseer and 200 for pubmed.", min=1, max=LARGEST)
-    normalize: str = option("rows", "rows: the neighbours of a node weigh 1 together, as in the paper; columns: the groups of a node do, as in its authors' code.")
-    keep: str = option("best", "best: the epoch whose probe is best on the nodes to validate on, where there are labels; last.")
+    root: str | None = option(None, "Folder with the Planetoid files, ind.cora.x and so on.")
+    hidden: int | None = option(None, r"First convolution width. \[default: from the data]", min=1, max=LARGEST)
+    out: int | None = option(None, r"Embedding width. \[default: from the data]", min=1, max=LARGEST)
+    eps: float | None = option(None, "Squared error in the coding rate; default: 0.3; 0.05 for cora and pubmed, 0.1 for citeseer.")
+    gamma: float | None = option(None, "Weight of the whole graph relative to neighbourhoods; default: 1; 0.5 for cora, citeseer and pubmed.")
+    epochs: int | None = option(None, "Steps; default: 20; 40 for pubmed.", min=1, max=LARGEST)
+    nodes: int | None = option(None, "Neighbourhoods sampled per step; default: 768; 512 for citeseer and 200 for pubmed.", min=1, max=LARGEST)
+    normalize: str = option("rows", "rows: a node's neighbour weights sum to 1, as in the paper; columns: a node's group weights sum to 1, as in the authors' code.")
+    keep: str = option("best", "best: the epoch with the best probe on the validation nodes, if there are labels; last: the last epoch.")
     lr: float = option(1e-3, "Learning rate of Adam.")
     weight_decay: float = option(1e-4, "Weight decay of Adam.", min=0)
 # fmt: on
@@ -102,16 +102,16 @@ class GraphRun(Run[GraphFitOptions]):
 
     def train(self) -> None:
         n, F = self.graph.x.shape
-        self.console.print(f"{n:,} nodes of {F:,} numbers, {self.edges.shape[1]:,} edges, on {self.device}")
+        self.console.print(f"{n:,} nodes with {F:,} features, {self.edges.shape[1]:,} edges, on {self.device}")
         if not self.validated:
-            why = "" if self.options.keep == "last" else ", for the graph has no y, train and val to choose one by"
+            why = "" if self.options.keep == "last" else ", as the graph has no y, train and val to choose an epoch"
             self.console.print(f"note: the last epoch is kept{why}")
         self.show_chosen(n, "nodes")
         for seed in self.seeds:
             if f"seed {seed}" not in self.record["stages"]:
                 self._fit(seed)
         self.finish_seeds(self.record.get("warnings", []))
-        print(f"a model and the embeddings of each seed are in {self.output}/seed-*; tigon graph probe reads them")
+        print(f"a model and embeddings for each seed are in {self.output}/seed-*; evaluate with tigon graph probe")
 
     def _make_model(self, seed: int) -> tuple[Any, Any]:
         import torch
@@ -135,14 +135,14 @@ class GraphRun(Run[GraphFitOptions]):
             nonlocal last
             row = {"seed": seed, "step": epoch, "loss": float(loss)}
             if row["loss"] != row["loss"]:
-                raise Problem(f"{NAME}: the loss of epoch {epoch} is NaN; take a larger --eps or a lower --lr", code=1)
+                raise Problem(f"{NAME}: the loss of epoch {epoch} is NaN; use a larger --eps or a lower --lr", code=1)
             if self.validated:
                 row["val"] = self._probe(model.encode(self.x, self.edges))
                 if row["val"] > best["val"]:
                     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
                     best.update(epoch=epoch, val=row["val"], model=state)
             append_metrics(self.output / METRICS, row)
-            shown = f"  {row['val']:.3f} on the validation" if self.validated else ""
+            shown = f"  {row['val']:.3f} on the validation nodes" if self.validated else ""
             self.console.print(f"seed {seed}, epoch {epoch}: loss {row['loss']:.4f}{shown}")
             last = epoch
             steps.show(epoch, f"loss {row['loss']:.4f}")
@@ -243,18 +243,18 @@ def find_doubts(z: Any, shares: dict[str, float]) -> list[str]:
     away = 1 - float(torch.nn.functional.normalize(z.float()).mean(0).norm() ** 2)
     if away < 0.02:
         found.append(
-            f"the embeddings of all nodes are nearly one (they vary by {away:.1%}): take a larger --gamma, fewer "
+            f"all node embeddings are nearly identical (variation {away:.1%}): use a larger --gamma, fewer "
             "--epochs, or a smaller --out"
         )
     if shares and shares["val"] <= shares["most"] + 2 * shares["error"]:
         found.append(
-            f"the embeddings tell no more than the most frequent class does: {shares['val']:.3f} of the nodes to "
-            f"validate on, and {shares['most']:.3f} by the class alone. Edges may join unlike nodes (probe the "
-            "features beside them), or a smaller --out or another --gamma may help"
+            f"the embeddings predict no better than the most frequent class: validation accuracy {shares['val']:.3f}, "
+            f"and {shares['most']:.3f} for the class alone. Edges may join unlike nodes (probe the "
+            "features for comparison), or a smaller --out or another --gamma may help"
         )
     elif shares and shares["val"] < shares["before"]:
         found.append(
-            f"the fit has made the embeddings worse: {shares['val']:.3f} of the nodes to validate on, and "
-            f"{shares['before']:.3f} before it. Take fewer --epochs, a lower --lr or a larger --gamma"
+            f"the fit has made the embeddings worse: validation accuracy {shares['val']:.3f}, and "
+            f"{shares['before']:.3f} before the fit. Use fewer --epochs, a lower --lr or a larger --gamma"
         )
     return found

@@ -21,12 +21,12 @@ NAME = "graph probe"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    run: Path = argument("Folder of a run of `tigon graph fit`.")
-    root: Path | None = option(None, "Folder of Planetoid's files; default: that of the run.")
-    c: float = option(1.0, "Inverse of the weight of ½‖w‖² beside the summed losses.", "--c")
-    plot: Path | None = option(None, "Picture of the angles between the classes, before and after the fit.")
-    dims: int = option(8, "Directions of a class that --plot compares.", min=1)
-    overwrite: bool = option(False, "Replace a picture that is there.")
+    run: Path = argument("Run folder from `tigon graph fit`.")
+    root: Path | None = option(None, "Folder with the Planetoid files; default: the run's folder.")
+    c: float = option(1.0, "Inverse weight of ½‖w‖² relative to the summed losses.", "--c")
+    plot: Path | None = option(None, "File for a plot of the angles between classes, before and after the fit.")
+    dims: int = option(8, "Number of directions per class that --plot compares.", min=1)
+    overwrite: bool = option(False, "Replace an existing plot.")
     json: bool = json_option()
 
 
@@ -36,7 +36,7 @@ def probe(options: ProbeOptions) -> None:
     check_positive(NAME, options, "c")
     run, plot = options.run.expanduser().resolve(), options.plot
     if not (run / RECORD).is_file():
-        raise Problem(f"{NAME}: RUN must be the folder of a run of tigon graph fit, got {run}, which has no {RECORD}")
+        raise Problem(f"{NAME}: RUN must be a tigon graph fit run folder, got {run}, which has no {RECORD}")
     if plot is not None:
         plot = plot.expanduser().resolve()
         plot = plot if plot.suffix else plot.with_suffix(".png")
@@ -49,10 +49,10 @@ def probe(options: ProbeOptions) -> None:
     root = given["root"] if options.root is None else str(options.root.expanduser().resolve())
     graph = load_graph(NAME, given["data"], root)
     if compute_digest(graph) != record["data"]:
-        raise Problem(f"{NAME}: {given['data']} is not what the run in {run} was fitted to")
+        raise Problem(f"{NAME}: {given['data']} has changed since the run in {run} was fitted")
     seeds = [seed for seed in parse_seeds(NAME, given["seed"]) if f"seed {seed}" in record["stages"]]
     if not seeds:
-        raise Problem(f"{NAME}: no seed of {run} is at its end; go on by: tigon graph fit --resume --output {run}")
+        raise Problem(f"{NAME}: no seed in {run} is complete; resume with: tigon graph fit --resume --output {run}")
     vectors = {}
     for seed in seeds:
         folder = run / f"seed-{seed}"
@@ -61,7 +61,7 @@ def probe(options: ProbeOptions) -> None:
     with sentences(NAME, ("c", "dims")):
         if plot is not None:
             if graph.y is None:
-                raise ValueError("--plot is for a graph with classes, y")
+                raise ValueError("--plot needs a graph with classes, y")
             panels = {"features": graph.x, f"embeddings, seed {seeds[0]}": vectors[seeds[0]]}
             angles = {k: graphs.principal_angles(z, graph.y, dims=options.dims) for k, z in panels.items()}
         rows = [{"seed": seed, **graphs.probe(z, graph, c=options.c)} for seed, z in vectors.items()]

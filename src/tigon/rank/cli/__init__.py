@@ -8,4 +8,4 @@ COMMANDS = {
     "inspect": "inspect", "search": "search", "interactions": "interactions",
 }  # fmt: skip
 
-rank = make_group("rank", "Rankers of what requests show, from tables of impressions.", __name__, COMMANDS)
+rank = make_group("rank", "Train and use rankers on tables of impressions.", __name__, COMMANDS)

@@ -19,13 +19,11 @@ NAME = "rank compress"
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions(ScoringOptions):
-    run: Path = argument("Folder of a run, or of a ranker.")
+    run: Path = argument("Run folder or ranker folder.")
     output: Path = option(..., "Folder for the compressed ranker.", "-o")
-    data: list[str] | None = option(
-        None, "Rows to compare scores on, with labels or without; default: those of the run."
-    )
+    data: list[str] | None = option(None, "Rows for comparing scores, with or without labels; default: the run's data.")
     batch_size: int = option(8192, "Requests of a batch.", min=1)
-    overwrite: bool = option(False, "Replace a ranker that is in --output.")
+    overwrite: bool = option(False, "Replace an existing ranker in --output.")
     json: bool = json_option()
 
 
@@ -44,7 +42,7 @@ def compress(options: CompressOptions) -> None:
         folder = RankerFolder(NAME, run, device)
         ranker = folder.ranker
         if not isinstance(ranker, LiRank):
-            raise Problem(f"{NAME}: is for --model lirank, whose tables are large, got a {type(ranker).__name__}")
+            raise Problem(f"{NAME}: requires --model lirank, whose tables are large, got a {type(ranker).__name__}")
         files = options.data or folder.options.get("data")
         # Read labels if the data has them.
         table = folder.read(files, labelled=False) if files else None

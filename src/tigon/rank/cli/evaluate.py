@@ -29,14 +29,16 @@ PICTURE, RESULTS = "eval.png", "eval.json"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(HistoryOptions, SideOptions):
-    run: Path = argument("Folder of a run, of runs of several seeds, or of a ranker.")
-    data: list[str] = option(..., "Impressions with labels, in the forms of `tigon rank fit`.")
-    at: str = option("1,5,10", "Cut-offs of NDCG and HR, separated by commas.")
-    by: str | None = option(None, "Column of the data: metrics of each of its values.")
-    objective: str | None = option(None, "impressions, or next-item: the place among all items; default: the run's.")
-    draws: int = option(200, "Bootstrap draws for the intervals; 0: none.", min=0)
-    output: Path | None = option(None, f"Folder for {RESULTS} and {PICTURE}; default: the run's.", "-o")
-    overwrite: bool = option(False, "Replace results that are in --output.")
+    run: Path = argument("Run folder (one or several seeds) or ranker folder.")
+    data: list[str] = option(..., "Labelled impressions, in the formats of `tigon rank fit`.")
+    at: str = option("1,5,10", "Comma-separated cut-offs for NDCG and HR.")
+    by: str | None = option(None, "Data column whose values get separate metrics.")
+    objective: str | None = option(
+        None, "impressions, or next-item (rank among all items); default: the run's objective."
+    )
+    draws: int = option(200, "Bootstrap samples for confidence intervals; 0: no intervals.", min=0)
+    output: Path | None = option(None, f"Folder for {RESULTS} and {PICTURE}; default: the run folder.", "-o")
+    overwrite: bool = option(False, "Replace existing results in --output.")
     json: bool = json_option()
 
 
@@ -58,7 +60,7 @@ def evaluate(options: EvaluateOptions) -> None:
     cuts = sorted(set(parse_integers(NAME, "--at", options.at)))
     console, seeds = screen(stderr=True), find_seed_runs(run)
     if seeds and options.by is not None:
-        raise Problem(f"{NAME}: --by is for one run; name one, such as {next(iter(seeds.values()))}")
+        raise Problem(f"{NAME}: --by needs a single run; choose one run, such as {next(iter(seeds.values()))}")
     found: dict[int, Any] = {}
     notes: list[str] = []
     for seed, place in (seeds or {-1: run}).items():

@@ -20,11 +20,11 @@ OUTPUTS = {"encode": ["keys", "values", "newest"]}
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(SideOptions):
-    run: Path = argument("Folder of a run, or of a ranker.")
+    run: Path = argument("Run folder or ranker folder.")
     to: str = option("torch-export", f"{', '.join(TARGETS)}.")
-    output: Path | None = option(None, "Folder for the files; default: export, in the run's.", "-o")
-    data: list[str] | None = option(None, "For sglang: requests, which are written as bodies of /v1/score.")
-    overwrite: bool = option(False, "Replace what an export left in --output.")
+    output: Path | None = option(None, "Folder for the exported files; default: export, in the run folder.", "-o")
+    data: list[str] | None = option(None, "With --to sglang: requests to write as /v1/score bodies.")
+    overwrite: bool = option(False, "Replace files from an earlier export in --output.")
 
 
 def export(options: ExportOptions) -> None:
@@ -50,16 +50,16 @@ def export(options: ExportOptions) -> None:
     kind = type(folder.ranker).__name__
     if to == "sglang" and not folder.by_prompt:
         raise Problem(
-            f"{NAME}: --to sglang is for rankers by prompts, which are language models; a {kind} goes to torch-export "
+            f"{NAME}: --to sglang is for prompt rankers, which are language models; export a {kind} to torch-export "
             "or onnx"
         )
     if to != "sglang" and folder.by_prompt:
         raise Problem(
-            f"{NAME}: --to {to} is for rankers of features and sequences; a {kind} is a language model, which goes to "
+            f"{NAME}: --to {to} is for feature and sequence rankers; a {kind} is a language model, so export it to "
             "sglang"
         )
     if to == "sglang" and not options.data:
-        raise Problem(f"{NAME}: --to sglang needs --data, the requests whose bodies are written")
+        raise Problem(f"{NAME}: --to sglang needs --data, the requests to write bodies for")
     with replace_output(output) as staged, sentences(NAME):
         if to == "sglang":
             from tigon.rank.models.prompt import export_sglang

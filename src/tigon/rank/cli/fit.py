@@ -108,7 +108,7 @@ class FitRun(Run[FitOptions]):
         options = self.options
         parse_arguments(NAME, options)
         if options.model == "lirank" and options.history:
-            raise Problem(f"{NAME}: --history is for --model ligr; lirank reads the features of rows alone")
+            raise Problem(f"{NAME}: --history is for --model ligr; lirank reads only row features")
         given = {f.name: getattr(options, f.name) for f in dataclasses.fields(FitOptions) if hasattr(options, f.name)}
         given |= {"seed": self.seeds[0], "label_weights": parse_weights(NAME, "--label-weight", options.label_weight)}
         with sentences(NAME):
@@ -141,7 +141,7 @@ class FitRun(Run[FitOptions]):
         for name in summary:
             show(make_seeds_table(name, {row["seed"]: row[name] for row in rows}, summary[name]))
         print(
-            f"the rankers of {len(rows)} seeds are in {self.output / 'seed-N'}, their mean and spread in "
+            f"rankers for {len(rows)} seeds are in {self.output / 'seed-N'}, their mean and spread in "
             f"{self.output / RESULTS} and {self.output / PICTURE}"
         )
 
@@ -180,7 +180,7 @@ class SeedFit:
             if val is not None and getattr(self.ranker, "isotonic", None) is not None:
                 from tigon.rank.models.lirank.calibrate import check_classes
 
-                check_classes(val, options.batch_options, "--calibrate: the rows to validate on")
+                check_classes(val, options.batch_options, "--calibrate: the validation rows")
 
     def run(self) -> None:
         self.tables.train.schema.save(self.folder / warm_start.SCHEMA)
@@ -199,16 +199,16 @@ class SeedFit:
 
         train, val, _ = self.tables
         count = sum(p.numel() for p in self.ranker.parameters())
-        held = f", {len(val):,} to validate on" if val is not None else ""
+        held = f", {len(val):,} for validation" if val is not None else ""
         self.console.print(
-            f"{self.given.model} of {count:,} parameters on {self.device}; {len(train):,} requests{held}; "
+            f"{self.given.model} with {count:,} parameters on {self.device}; {len(train):,} requests{held}; "
             f"labels {', '.join(train.schema.labels) or 'none'}"
         )
         self.show_chosen(train.rows, "rows")
-        self.console.print(f"it reads {self._list_fields(train.schema)}")
+        self.console.print(f"the ranker reads {self._list_fields(train.schema)}")
         if self.given.stream:
             self.console.print(f"from {train.pieces:,} row groups, {self.given.stream_mib:,} MiB at a time")
-        with working(self.console, "looking at what single fields say"):
+        with working(self.console, "checking single fields for leakage"):
             notes = [*train.notes, *find_constant_fields(train)]
             found = [*find_leaky_fields(train), *find_rare_crosses(train)]
         for note in notes:
@@ -223,13 +223,13 @@ class SeedFit:
     def _list_fields(self, schema: Any) -> str:
         """Describe the fields the ranker reads, by side."""
         if self.options.objective == "next-item":  # events only: a request's own fields come after all events
-            return f"of an event {', '.join(n for n, field in schema.history.items() if field.kind != 'Text')}"
+            return f"from events: {', '.join(n for n, field in schema.history.items() if field.kind != 'Text')}"
         sides = {
-            "context": "of a request", "item": "of an item", "row": "of an impression", "action": "of events alone",
+            "context": "from requests", "item": "from items", "row": "from impressions", "action": "from events only",
         }  # fmt: skip
         fields = {name: field.side for name, field in schema.fields.items() if field.kind != "Text"}
         read = {said: [n for n in fields if fields[n] == side] for side, said in sides.items()}
-        return "; ".join(f"{said} {', '.join(names)}" for said, names in read.items() if names)
+        return "; ".join(f"{said}: {', '.join(names)}" for said, names in read.items() if names)
 
     def _fit(self) -> Any:
         from tigon import rank
@@ -274,13 +274,15 @@ class SeedFit:
         """Fit the isotonic layers on the validation rows, if there are any."""
         val = self.tables.val
         if val is None:
-            self.console.print("note: without rows that are held out, calibration is what training made of it")
+            self.console.print("note: without a validation set, the isotonic layers stay as trained")
             return
         from tigon.rank import calibrate
 
-        with sentences(NAME), working(self.console, "calibrating on the validation"):
+        with sentences(NAME), working(self.console, "calibrating on the validation set"):
             calibrate(self.ranker, val, self.options.batch_options)
-        self.console.print(f"calibrated on the {val.rows:,} rows of the validation, whose log loss and ECE gain by it")
+        self.console.print(
+            f"calibrated on the {val.rows:,} validation rows, so log loss and ECE on these rows are optimistic"
+        )
 
     def _save(self, state: dict[str, Any]) -> None:
         modules: dict[str, Any] = {name: state.pop(name) for name in ("model", "best") if name in state}
@@ -302,7 +304,7 @@ class SeedFit:
         if progress.evaluation is not None:
             monitor = self.options.monitor
             value = progress.evaluation[monitor]
-            self.console.print(f"step {progress.step:,}: {monitor} {value:.4f} on the validation")
+            self.console.print(f"step {progress.step:,}: {monitor} {value:.4f} on the validation set")
             rows = [*rows, {**progress.evaluation, "event": "evaluation"}]
         append_metrics(self.folder / METRICS, *rows)
 
@@ -311,7 +313,7 @@ class SeedFit:
         staged = stage(final)
         self.ranker.save_pretrained(staged)
         priors = self.priors if warm_start.should_save_priors(self.given.save_priors, self.options) else None
-        with working(self.console, "keeping what exploring and later fits need"), sentences(NAME):
+        with working(self.console, "saving the explorer and priors for later runs"), sentences(NAME):
             warm_start.save_warm_start(staged, self.ranker, self.tables.train, self.options, priors)
         seal(staged, largest=None)
         publish(staged, final, replace=True)
@@ -331,7 +333,7 @@ class SeedFit:
         if found:
             show(make_metrics_table(found))
         print(
-            f"the ranker of step {fitted.best:,} is in {final}, its results in {self.folder / RESULTS}, its losses in "
+            f"the ranker from step {fitted.best:,} is in {final}, results are in {self.folder / RESULTS}, losses in "
             f"{self.folder / METRICS} and {self.folder / PICTURE}"
         )
 

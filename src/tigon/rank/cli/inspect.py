@@ -21,18 +21,18 @@ NAME = "rank inspect"
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(HistoryOptions, SideOptions):
-    target: Path = argument("Folder of a run or of a ranker, or a table of impressions.")
-    data: list[str] | None = option(None, "Impressions to count and time a request on; default: those of the run.")
-    request: str | None = option(None, "Of a table: its column of requests.")
-    item: str | None = option(None, "Of a table: its column of items.")
-    user: str | None = option(None, "Of a table: its column of users.")
-    time: str | None = option(None, "Of a table: its column of times.")
-    label: list[str] | None = option(None, "Of a table: labels, as for `tigon rank fit`.")
-    action: list[str] | None = option(None, "Of a table: columns of what happened in events.")
-    weight: str | None = option(None, "Of a table: its column of weights.")
-    schema: Path | None = option(None, "Of a table: a schema.json to read it by.")
-    output: Path | None = option(None, "Of a table: where the schema goes, to be edited.", "-o")
-    overwrite: bool = option(False, "Replace a file that is in --output.")
+    target: Path = argument("Run folder, ranker folder or table with impressions.")
+    data: list[str] | None = option(None, "Impressions for counting and timing a request; default: the run's data.")
+    request: str | None = option(None, "Request column, when TARGET is a table.")
+    item: str | None = option(None, "Item column, when TARGET is a table.")
+    user: str | None = option(None, "User column, when TARGET is a table.")
+    time: str | None = option(None, "Time column, when TARGET is a table.")
+    label: list[str] | None = option(None, "Labels, as for `tigon rank fit`, when TARGET is a table.")
+    action: list[str] | None = option(None, "Event outcome columns, when TARGET is a table.")
+    weight: str | None = option(None, "Weight column, when TARGET is a table.")
+    schema: Path | None = option(None, "Existing schema.json, when TARGET is a table.")
+    output: Path | None = option(None, "File for the schema, for later editing, when TARGET is a table.", "-o")
+    overwrite: bool = option(False, "Replace an existing file at --output.")
     json: bool = json_option()
 
 
@@ -49,7 +49,7 @@ def inspect(options: InspectOptions) -> None:
 def _inspect_ranker(options: InspectOptions) -> None:
     target = options.target
     if options.output is not None:
-        raise Problem(f"{NAME}: --output is for the schema of a table, got the folder of a ranker, {target}")
+        raise Problem(f"{NAME}: --output is for a table's schema, got the ranker folder {target}")
     device: Any = find_device(options.device, NAME)
     from tigon.rank.cli.costs import count_parameters, list_fields, measure_costs
 
@@ -57,7 +57,7 @@ def _inspect_ranker(options: InspectOptions) -> None:
     with working(console, f"reading {target}"):
         folder = RankerFolder(NAME, target, device)
         if folder.by_prompt:
-            raise Problem(f"{NAME}: {target} is a language model, which `tigon inspect` describes")
+            raise Problem(f"{NAME}: {target} is a language model; use `tigon inspect`")
         files = options.data or folder.options.get("data")
         table = folder.read(files, options, labelled=False) if files else None
     ranker = folder.ranker
@@ -105,7 +105,7 @@ def _inspect_table(options: InspectOptions) -> None:
         )  # fmt: skip
         if options.output is not None:
             data.schema.save(options.output)
-    with working(console, "looking at what single fields say"):
+    with working(console, "checking single fields for leakage"):
         found = summarize(data)
         found["notes"] = [*found["notes"], *find_leaky_fields(data), *find_rare_crosses(data)]
     if options.json:

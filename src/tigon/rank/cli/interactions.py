@@ -22,23 +22,21 @@ OF_RUN = ("run.json", "results.json", "schema.json", "config.json", "model")
 
 @dataclass(frozen=True, kw_only=True)
 class InteractionsOptions:
-    run: Path = argument("Folder of a run of --model lirank, or of a ranker.")
-    data: list[str] | None = option(None, "Rows that say how far the fields vary; default: the data of the run.")
-    label: str | None = option(None, "A label of the run; default: all.")
-    top: int = option(20, "How many sets are shown.", min=1)
-    pairs: bool = option(False, "All pairs, as --order 2.")
-    order: int | None = option(
-        None, "How many features sets have; default: any number; with --as-crosses pairs.", min=2
-    )
+    run: Path = argument("Folder with a --model lirank run or ranker.")
+    data: list[str] | None = option(None, "Rows for measuring how much each field varies; default: the run's data.")
+    label: str | None = option(None, "Label to analyse; default: all labels.")
+    top: int = option(20, "Number of sets to show.", min=1)
+    pairs: bool = option(False, "All pairs; same as --order 2.")
+    order: int | None = option(None, "Features per set; default: any number; 2 with --as-crosses.", min=2)
     method: str = option("persistence", "persistence or nid.")
     as_crosses: Path | None = option(
-        None, "Where to write the schema with crosses of the strongest sets, for the next fit."
+        None, "File for the schema with crosses from the strongest sets, for the next fit."
     )
-    crosses: int = option(5, "Of --as-crosses: how many.", min=1)
-    hash_rows: int = option(100_000, "Of --as-crosses: how many codes each has.", min=2)
-    seed: int = option(0, "Seed of the rows that are sampled.", min=0)
+    crosses: int = option(5, "With --as-crosses: number of crosses.", min=1)
+    hash_rows: int = option(100_000, "With --as-crosses: number of codes per cross.", min=2)
+    seed: int = option(0, "Seed for sampling rows.", min=0)
     device: str = device_option()
-    overwrite: bool = option(False, "Replace files that are there.")
+    overwrite: bool = option(False, "Replace an existing file.")
     json: bool = json_option()
 
 
@@ -47,7 +45,7 @@ def interactions(options: InteractionsOptions) -> None:
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     file, order = options.as_crosses, options.order
     if options.pairs and order not in (None, 2):
-        raise Problem(f"{NAME}: --pairs is --order 2, got --order {order} besides")
+        raise Problem(f"{NAME}: --pairs means --order 2, got also --order {order}")
     if options.pairs or (file is not None and order is None):
         order = 2
     check_choice(NAME, options, method=METHODS)
@@ -67,9 +65,7 @@ def interactions(options: InteractionsOptions) -> None:
         if file is not None:
             made = found.crosses(options.crosses, hash_rows=options.hash_rows, schema=schema)
             if not made:
-                raise Problem(
-                    f"{NAME}: --as-crosses: no set is of ids and numbers of an impression, of which crosses are"
-                )
+                raise Problem(f"{NAME}: --as-crosses: no set holds only impression ids and numbers, which crosses need")
             file.parent.mkdir(parents=True, exist_ok=True)
             schema.replace(made).save(file)
     if options.json:
@@ -89,7 +85,7 @@ def interactions(options: InteractionsOptions) -> None:
     for note in found.notes:
         console.print(f"note: {note}")
     if file is not None:
-        print(f"the schema with {', '.join(made)} is in {file}; tigon rank fit --schema {file} fits with it")
+        print(f"the schema with {', '.join(made)} is in {file}; train with: tigon rank fit --schema {file}")
 
 
 def _read_run(options: InteractionsOptions, device: Any) -> tuple[Any, Any]:
@@ -99,9 +95,9 @@ def _read_run(options: InteractionsOptions, device: Any) -> tuple[Any, Any]:
     folder = RankerFolder(NAME, options.run, device)
     if not isinstance(folder.ranker, rank.LiRank):
         kind = "a language model" if folder.by_prompt else f"a {type(folder.ranker).__name__}"
-        raise Problem(f"{NAME}: is for --model lirank, whose MLP reads the fields of a row, got {kind}")
+        raise Problem(f"{NAME}: requires --model lirank, whose MLP reads row fields, got {kind}")
     files = options.data or folder.options.get("data")
     if not files:
-        raise Problem(f"{NAME}: --data must name rows that say how far the fields of {options.run} vary")
+        raise Problem(f"{NAME}: --data must name rows for measuring how much the fields in {options.run} vary")
     table = folder.read(files, labelled=False)
     return rank.extract_mlp(folder.ranker, table, options.label, seed=options.seed), folder.ranker.schema

@@ -34,7 +34,7 @@ def parse_arguments(command: str, options: Any) -> dict[str, Any]:
                 raise Problem(f"{command}: --{name.replace('_', '-')} is for --model {other}, got {model}")
     for name in REPLACED if options.blocks else ():
         if getattr(options, name) is not None:
-            raise Problem(f"{command}: --{name} is not for --blocks, which stand in place of cross layers and MLP")
+            raise Problem(f"{command}: --{name} cannot be used with --blocks, which replaces cross layers and MLP")
     names = (*COMMON, *OPTIONS_OF[model])
     found = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name in WIDTHS:

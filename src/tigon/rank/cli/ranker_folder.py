@@ -22,9 +22,9 @@ PROMPT = "prompt.yaml"
 class SideOptions:
     """Tables beside the impressions."""
 
-    history: list[str] | None = option(None, "Events; default: those of the run.")
-    items: list[str] | None = option(None, "Features of items; default: those of the run.")
-    users: list[str] | None = option(None, "Features of users; default: those of the run.")
+    history: list[str] | None = option(None, "Event tables; default: the run's event tables.")
+    items: list[str] | None = option(None, "Item features; default: the run's item features.")
+    users: list[str] | None = option(None, "User features; default: the run's user features.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,15 @@ class ScoringOptions:
     """How a ranker scores batches of requests."""
 
     batch_size: int = option(256, "Requests of a batch.", min=1)
-    precision: str = option("auto", "Of the products: bf16, fp32, or auto: bf16 on a GPU.")
+    precision: str = option("auto", "Dtype for matrix products: bf16, fp32, or auto (bf16 on a GPU).")
     device: str = device_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryOptions(ScoringOptions):
-    history_max: int | None = option(None, "Newest events of a request that are read; default: the run's.", min=0)
+    history_max: int | None = option(
+        None, "Maximum events per request, the newest kept; default: the run's limit.", min=0
+    )
 
 
 class RankerFolder:
@@ -56,11 +58,11 @@ class RankerFolder:
             record = read_json(folder / RECORD)
             self.options = record.get("options")
             if record.get("kind") != "rank fit" or not isinstance(self.options, dict):
-                raise Problem(f"{command}: {folder / RECORD} is not the record of a run of tigon rank fit")
+                raise Problem(f"{command}: {folder / RECORD} was not written by tigon rank fit")
             place = folder / MODEL
             if not place.is_dir():
                 raise Problem(
-                    f"{command}: the run in {folder} is not at its end; go on with it by: tigon rank fit --resume "
+                    f"{command}: the run in {folder} is incomplete; resume with: tigon rank fit --resume "
                     f"--output {folder}"
                 )
         self.by_prompt = (place / PROMPT).is_file()
@@ -74,7 +76,7 @@ class RankerFolder:
 
                 self.ranker = Ranker.from_pretrained(place, device=device)
             else:
-                raise Problem(f"{command}: {folder} holds no ranker: it has neither {RECORD} nor {CONFIG}")
+                raise Problem(f"{command}: {folder} holds no ranker: the folder has neither {RECORD} nor {CONFIG}")
         self.objective = self.options.get("objective", "impressions")
 
     def read(self, data: list[str], sides: SideOptions | None = None, *, labelled: bool) -> Any:
@@ -123,8 +125,8 @@ class RankerFolder:
             return
         tasks = self.ranker.prompt.tasks
         others = [name for name, task in tasks.items() if set(task.values) != {0.0, 1.0}]
-        said = "metrics are of two answers, of the values 1 and 0; a task whose label is a comparison, such as "
-        said += "'rating >= 4', has them"
+        said = "metrics need two answers with values 1 and 0, as in a task whose label is a comparison, such as "
+        said += "'rating >= 4'"
         if len(others) == len(tasks):
             raise Problem(f"{self.command}: none of the tasks {', '.join(others)} can be measured: {said}")
         if others:
@@ -133,11 +135,11 @@ class RankerFolder:
     def check_explorer(self) -> None:
         """Raise if the ranker does not support exploration."""
         if self.by_prompt:
-            raise Problem(f"{self.command}: --explore is for rankers with a last layer of labels, got one by prompts")
+            raise Problem(f"{self.command}: --explore needs a ranker with a last layer per label, got a prompt ranker")
         if self.ranker.explorer is None:
             raise Problem(
-                f"{self.command}: --explore needs explorer.safetensors beside the ranker, which tigon rank fit leaves "
-                "there by --loss bce, and rank.Explorer.fit(ranker, data) finds"
+                f"{self.command}: --explore needs explorer.safetensors beside the ranker; tigon rank fit --loss bce "
+                "writes this file, rank.Explorer.fit(ranker, data) fits an explorer"
             )
 
     def score(

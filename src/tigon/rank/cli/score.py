@@ -27,17 +27,17 @@ ROW, SCORE = "row", "score"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(HistoryOptions, SideOptions):
-    run: Path = argument("Folder of a run, or of a ranker.")
-    data: list[str] = option(..., "Requests and their items, in the forms of `tigon rank fit`.")
+    run: Path = argument("Run folder or ranker folder.")
+    data: list[str] = option(..., "Requests with items, in the formats of `tigon rank fit`.")
     output: Path = option(..., f"File for the scores: {', '.join(SUFFIXES)}.", "-o")
-    keep: list[str] | None = option(None, "Column of the data that is written beside, once for each; all: every one.")
+    keep: list[str] | None = option(None, "Data column to copy to the output; repeatable; all: every column.")
     explore: float = option(
         0.0,
-        "How far weights of the last layer are drawn for each request: 1 as far as the data leaves open, 0 not at all.",
+        "Scale for sampling last-layer weights per request: 1: full posterior spread; 0: no sampling.",
         min=0,
     )
-    seed: int = option(0, "Seed of the draws of --explore.", min=0)
-    overwrite: bool = option(False, "Replace a file that is there.")
+    seed: int = option(0, "Seed for --explore sampling.", min=0)
+    overwrite: bool = option(False, "Replace an existing file.")
 
 
 def score(options: ScoreOptions) -> None:

@@ -31,22 +31,22 @@ WRITTEN = (STUDY, f"{STUDY}-journal", f"{STUDY}.lock", RESULTS, PICTURE, SCHEMA,
 class DataOptions(TableOptions):
     PANEL: ClassVar[str] = "Data"
 
-    data: list[str] = option(..., "Impressions, a row each, in the forms of `tigon rank fit`.")
-    val: list[str] | None = option(None, "Impressions that graphs are compared on; default: a share of the data.")
-    test: list[str] | None = option(None, "Impressions to measure the best graphs on; they choose nothing.")
-    val_fraction: float | None = option(0.1, "Share of the requests that is held out, without --val.", min=0.001, max=0.9)
+    data: list[str] = option(..., "Impressions, one per row, in the formats of `tigon rank fit`.")
+    val: list[str] | None = option(None, "Validation impressions for comparing graphs; default: a fraction of the data.")
+    test: list[str] | None = option(None, "Test impressions for the best graphs; not used for selection.")
+    val_fraction: float | None = option(0.1, "Fraction of requests held out for validation, without --val.", min=0.001, max=0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
     PANEL: ClassVar[str] = "Run"
 
-    output: Path = option(Path("study"), "Folder of the study. One that is there goes on, also while other processes are at it.", "-o")
-    overwrite: bool = option(False, "Delete the study that is in --output.")
-    trials: int = option(100, "Graphs to try in all, earlier ones among them.", min=1)
-    best: int = option(5, "How many of the best are fitted on all rows.", min=0)
-    sampler: str = option("evolution", "evolution, or random to compare with.")
-    plot: bool = option(False, "Draw the best so far against the trials, search.png.")
+    output: Path = option(Path("study"), "Study folder. An existing study is resumed; several processes can share a study.", "-o")
+    overwrite: bool = option(False, "Delete an existing study in --output.")
+    trials: int = option(100, "Total number of graphs to try, including earlier trials.", min=1)
+    best: int = option(5, "Number of best graphs to refit on all rows.", min=0)
+    sampler: str = option("evolution", "evolution, or random as a baseline.")
+    plot: bool = option(False, "Plot the best result so far against trials (search.png).")
     device: str = device_option()
 
 
@@ -54,10 +54,10 @@ class StudyOptions:
 class GraphOptions:
     PANEL: ClassVar[str] = "Graphs"
 
-    kinds: str = option("mlp,fm,dot,cross,residual-cross,gate", "Kinds of blocks, separated by commas; default: all.")
-    most: int = option(7, "Most blocks of a graph, up to 7.")
+    kinds: str = option("mlp,fm,dot,cross,residual-cross,gate", "Comma-separated block kinds; default: all.")
+    most: int = option(7, "Maximum blocks per graph, up to 7.")
     width: int = option(16, "Width of the embeddings.", min=1)
-    norm: str = option("batch", "Of mlp blocks, batch, layer or none.")
+    norm: str = option("batch", "Normalization in mlp blocks: batch, layer or none.")
     dropout: float = option(0.0, "Of mlp blocks.", min=0, max=0.9)
 
 
@@ -65,17 +65,17 @@ class GraphOptions:
 class SearchOptions(GraphOptions, StudyOptions, DataOptions):
     PANEL: ClassVar[str] = "Optimization"
 
-    rows: float = option(0.1, "Share of the requests that a trial is trained on.")
-    trial_epochs: int = option(1, "Passes of a trial over them.", min=1)
-    hash_rows: int = option(10_000, "Most codes of a field in trials; larger fields share them.", min=1)
-    epochs: int = option(10, "Most passes of a fit on all rows.", min=1)
+    rows: float = option(0.1, "Fraction of requests that a trial trains on.")
+    trial_epochs: int = option(1, "Passes per trial over these requests.", min=1)
+    hash_rows: int = option(10_000, "Maximum codes per field in trials; larger fields share codes.", min=1)
+    epochs: int = option(10, "Maximum passes for a refit on all rows.", min=1)
     batch_size: int = option(256, "Requests of a step.", min=1)
-    lr: float = option(1e-3, "Peak of the learning rate of AdamW.")
-    table_optimizer: str = option("adamw", "Of embeddings: adamw, or row-adagrad.")
-    table_lr: float = option(0.02, "Peak of the learning rate of row-adagrad.")
-    patience: int = option(3, "Epochs without a lower log loss before a fit on all rows stops.", min=1)
-    seed: int = option(0, "Seed of graphs, weights, orders and the split.", min=0)
-    precision: str = option("auto", "Of the products: bf16, fp32, or auto: bf16 on a GPU.")
+    lr: float = option(1e-3, "Peak learning rate for AdamW.")
+    table_optimizer: str = option("adamw", "Optimizer for embeddings: adamw or row-adagrad.")
+    table_lr: float = option(0.02, "Peak learning rate for row-adagrad.")
+    patience: int = option(3, "Early-stopping patience for a refit on all rows: epochs without a lower log loss.", min=1)
+    seed: int = option(0, "Seed for graphs, weights, data order and split.", min=0)
+    precision: str = option("auto", "Dtype for matrix products: bf16, fp32, or auto (bf16 on a GPU).")
 # fmt: on
 
 
@@ -101,7 +101,7 @@ def search(options: SearchOptions) -> None:
     from tigon import rank
 
     train, val = (move_near(part, device) for part in tables[:2])
-    words = [f"{len(train):,} requests to train on, {len(val):,} held out; labels {', '.join(train.schema.labels)}"]
+    words = [f"{len(train):,} training requests, {len(val):,} for validation; labels {', '.join(train.schema.labels)}"]
     best = -1
 
     def after(progress: Any) -> bool:
@@ -128,7 +128,7 @@ def search(options: SearchOptions) -> None:
         _plot(output / PICTURE, found)
     if found.stopped:
         raise Problem(
-            f"{NAME}: stopped after {len(found.trials):,} trials, which are kept; the same command goes on",
+            f"{NAME}: stopped after {len(found.trials):,} trials, which are saved; run the same command to resume",
             code=128 + interrupts.signal,
         )
     write_json(output / RESULTS, {**_list_results(found, search_options), **describe_versions(device)})
@@ -138,8 +138,8 @@ def search(options: SearchOptions) -> None:
     if found.refits:
         first, (schema, blocks) = found.refits[0], (shlex.quote(str(output / name)) for name in (SCHEMA, BLOCKS))
         print(
-            f"the ranker of trial {first.number} is in {first.folder}, its blocks in {output / BLOCKS}; to fit it "
-            f"otherwise: tigon rank fit --model lirank --schema {schema} --blocks {blocks} --data …"
+            f"the ranker from trial {first.number} is in {first.folder}, its blocks in {output / BLOCKS}; to refit "
+            f"with other options: tigon rank fit --model lirank --schema {schema} --blocks {blocks} --data …"
         )
 
 
@@ -149,12 +149,14 @@ def _check_free(options: SearchOptions, output: Path) -> None:
     if not output.exists() or not any(output.iterdir()):
         return
     if not (output / STUDY).exists():
-        raise Problem(f"{NAME}: --output {output} holds files that no study wrote; give another --output")
+        raise Problem(f"{NAME}: --output {output} holds files that are not from a study; choose another --output")
     if options.overwrite:
         from tigon.rank.search.search import is_active
 
         if is_active(output):
-            raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")
+            raise Problem(
+                f"{NAME}: another process is searching in {output}; wait until that search ends, or choose another --output"
+            )
         return
     if (output / RESULTS).is_file():
         done = read_json(output / RESULTS, required=["trials", "refitted"])
@@ -162,7 +164,7 @@ def _check_free(options: SearchOptions, output: Path) -> None:
         if options.trials <= count and options.best <= refits:
             raise Problem(
                 f"{NAME}: the study in {output} has {count:,} trials and {refits} fits on all rows already; --trials "
-                f"above {count:,} goes on with it, --overwrite replaces it"
+                f"above {count:,} continues the study, --overwrite deletes it"
             )
 
 
@@ -228,5 +230,5 @@ def _plot(picture: Path, found: Any) -> None:
     with draw(picture) as axes:
         axes.plot(at, losses, marker=".", linestyle="", color="tab:gray", label="a trial")
         axes.step(at, best, where="post", color="tab:orange", label="the best so far")
-        axes.set(xlabel="trial", ylabel="log loss on the held-out rows")
+        axes.set(xlabel="trial", ylabel="log loss on the validation set")
         axes.legend()

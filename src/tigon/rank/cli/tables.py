@@ -32,20 +32,20 @@ class TableOptions:
 
     PANEL: ClassVar[str] = "Data"
 
-    data: list[str] | None = option(None, "Impressions, a row each: a file, several, or a folder: parquet, csv, JSON lines.")
-    items: list[str] | None = option(None, "Features of items, a row each.")
-    users: list[str] | None = option(None, "Features of users, a row each.")
-    val: list[str] | None = option(None, "Impressions to validate on; default: a share of the data.")
-    test: list[str] | None = option(None, "Impressions to test on at the end.")
-    schema: str | None = option(None, "A schema.json that you have edited; default: what is found in the data.")
-    request: str | None = option(None, "Column of what was shown together; default: session_id, request_id, …, or user and time.")
-    item: str | None = option(None, "Column of items; default: item_id, item, ….")
-    user: str | None = option(None, "Column of users; default: user_id, user, ….")
-    time: str | None = option(None, "Column of times; default: timestamp, time, ….")
-    label: list[str] | None = option(None, "Column of 0 and 1, or a comparison, such as 'like=rating>=4'; once for each label. Default: click, label, ….")
-    weight: str | None = option(None, "Column of how much a row counts; default: sample_weight.")
-    val_fraction: float | None = option(None, "Share of the requests that is held out, without --val; 0: train for --epochs. \\[default: from the data]", min=0, max=0.9)
-    val_split: str | None = option(None, "Which requests are held out: the last by time, or any (request); default: by time where there are times.")
+    data: list[str] | None = option(None, "Impressions, one per row: files or a folder, in parquet, csv or JSON lines.")
+    items: list[str] | None = option(None, "Item features, one row per item.")
+    users: list[str] | None = option(None, "User features, one row per user.")
+    val: list[str] | None = option(None, "Validation impressions; default: a fraction of the data.")
+    test: list[str] | None = option(None, "Test impressions, evaluated at the end.")
+    schema: str | None = option(None, "Edited schema.json; default: infer a schema from the data.")
+    request: str | None = option(None, "Request column (items shown together); default: session_id, request_id, …, or user and time.")
+    item: str | None = option(None, "Item column; default: item_id, item, ….")
+    user: str | None = option(None, "User column; default: user_id, user, ….")
+    time: str | None = option(None, "Time column; default: timestamp, time, ….")
+    label: list[str] | None = option(None, "Label column with 0 and 1, or a comparison, such as 'like=rating>=4'; repeat for each label; default: click, label, ….")
+    weight: str | None = option(None, "Sample-weight column; default: sample_weight.")
+    val_fraction: float | None = option(None, "Fraction of requests held out for validation, without --val; 0: train for --epochs. \\[default: from the data]", min=0, max=0.9)
+    val_split: str | None = option(None, "Validation split: the latest requests (time) or random requests (request); default: time if the data has times.")
 # fmt: on
 
 
@@ -80,7 +80,7 @@ def read_tables(command: str, options: TableOptions, seed: int, history: History
     roles |= {name: given for name, given in (("labels", options.label), ("action", history.actions)) if given}
     if roles and (options.schema is not None or history.ranker):
         source = "--from" if options.schema is None else "--schema"
-        raise Problem(f"{command}: {source} has the columns already, got --{next(iter(roles))} besides")
+        raise Problem(f"{command}: {source} already defines the columns, got also --{next(iter(roles))}")
     with sentences(command):
         schema = None if options.schema is None else Schema.load(options.schema)
         if schema is None and history.ranker:
@@ -94,7 +94,7 @@ def read_tables(command: str, options: TableOptions, seed: int, history: History
                 options.data or [], history=events, schema=schema, mebibytes=history.stream, **given, **roles
             )
         if history.needs_label and not train.schema.labels:
-            raise Problem(f"{command}: --label must name what happened, a column of 0 and 1, or 'like=rating>=4'")
+            raise Problem(f"{command}: --label must name an outcome: a column with 0 and 1, or 'like=rating>=4'")
         val = None
         share = choose_share(train.rows) if options.val_fraction is None else options.val_fraction
         if not options.val and share:

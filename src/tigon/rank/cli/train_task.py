@@ -69,7 +69,7 @@ class PromptRows(torch.utils.data.Dataset[Encoded]):
             try:
                 parts = data.split(by=by, fraction=fraction, seed=seed)
             except ValueError as error:
-                raise Problem(f"--test_split_size {fraction}: {one_line(error)}; 0 holds out none") from error
+                raise Problem(f"--test_split_size {fraction}: {one_line(error)}; 0 disables validation") from error
             if all(map(len, parts)):
                 train, test = (PromptRows(Requests(part, self.encoder.prompt), self.encoder) for part in parts)
                 return train, test
@@ -181,7 +181,7 @@ def make_trainer(options: TrainOptions) -> tuple[PromptTrainer, Any]:
     except (ValueError, OSError) as error:
         raise Problem(f"--prompt {own.prompt}: {one_line(error)}") from error
     if own.teacher and not (Path(own.teacher) / FILE).is_file():
-        raise Problem(f"--teacher {own.teacher}: the folder of a ranker must hold {FILE}")
+        raise Problem(f"--teacher {own.teacher}: the ranker folder must hold {FILE}")
     source = find_source(options)
     requests = read_requests(options, prompt)
     held_out = choose_settings(options, requests, source)
@@ -198,7 +198,7 @@ def make_trainer(options: TrainOptions) -> tuple[PromptTrainer, Any]:
     if test_rows is not None:
         trainer.eval_strategy, trainer.prediction_loss_only = "steps", True
     elif str(getattr(trainer.eval_strategy, "value", trainer.eval_strategy)) != "no":
-        raise Problem("--eval_strategy needs requests that are held out: --test_split_size")
+        raise Problem("--eval_strategy needs a validation set: --test_split_size")
     set_seed(trainer.seed)
     model = load_base(options, source, tokenizer)
     try:
@@ -238,7 +238,7 @@ def read_requests(options: TrainOptions, prompt: Prompt) -> Requests:
             answers = list(prompt.tasks[task].answers)
             what = f"all {sum(labels):,} labels are {answers[labels.index(max(labels))]!r}"
             what = what if any(labels) else "there are no labels"
-            raise Problem(f"--dataset_name {name}: task {task}: {what}, so that there is nothing to learn")
+            raise Problem(f"--dataset_name {name}: task {task}: {what}, so there is nothing to learn")
     return requests
 
 
@@ -251,7 +251,7 @@ def choose_settings(options: TrainOptions, requests: Requests, source: Source) -
     new = {name: value for name, value in new.items() if name not in options.given | left_out}
     if new and PartialState().is_main_process:
         words = ", ".join(f"{name} {value:g}" for name, value in new.items())
-        print(f"chosen from {rows:,} rows: {words}; options of these names override them", flush=True)
+        print(f"chosen for {rows:,} rows: {words}; override with the options of the same names", flush=True)
     held_out = float(new.pop("test_split_size", options.data.test_split_size))
     for name, value in new.items():
         setattr(trainer, name, value)

@@ -23,12 +23,12 @@ def find_ranker_folder(run: Path, output: Path) -> Path:
     """
     run = run.expanduser().resolve()
     if run == output:
-        raise Problem(f"{NAME}: --output must be another folder than --from, got {output} twice")
+        raise Problem(f"{NAME}: --output must differ from --from, got {output} twice")
     check_single(f"{NAME}: --from", run)
     place = run / MODEL if (run / RECORD).is_file() else run
     if not (place / CONFIG).is_file():
-        why = "whose run is not at its end" if (run / RECORD).is_file() else f"which has neither {RECORD} nor {CONFIG}"
-        raise Problem(f"{NAME}: --from must be the folder of a ranker, got {run}, {why}")
+        why = "whose run is incomplete" if (run / RECORD).is_file() else f"which has neither {RECORD} nor {CONFIG}"
+        raise Problem(f"{NAME}: --from must be a ranker folder, got {run}, {why}")
     return place
 
 
@@ -42,7 +42,7 @@ def check_single(command: str, folder: Path) -> None:
     """Raise a Problem for a multi-seed folder if a command needs a single ranker."""
     if found := find_seed_runs(folder):
         raise Problem(
-            f"{command}: {folder} holds runs of the seeds {', '.join(map(str, found))}; name one of them, such as "
+            f"{command}: {folder} holds runs for the seeds {', '.join(map(str, found))}; choose one run, such as "
             f"{next(iter(found.values()))}"
         )
 
@@ -54,7 +54,7 @@ def read_model(options: Any, place: Path) -> str:
     """
     for name in OWN:
         if getattr(options, name):
-            raise Problem(f"{NAME}: --from has a ranker with its own --{name.replace('_', '-')}; leave the option out")
+            raise Problem(f"{NAME}: the --from ranker already has --{name.replace('_', '-')}; omit this option")
     kind = read_json(place / CONFIG).get("kind")
     if not isinstance(kind, str) or kind not in OPTIONS_OF:
         raise Problem(f"{NAME}: --from must hold one of {', '.join(OPTIONS_OF)}, got {kind!r} in {place}")
@@ -80,8 +80,8 @@ def load_warm_start(place: Path, schema: Any, options: Any) -> tuple[Any, list[A
     check_prior_options(options)
     if not (place / FILE).is_file():
         raise Problem(
-            f"{NAME}: --prior-strength needs {FILE} in {place}, which a fit by --loss bce --save-priors leaves there; "
-            "--prior-strength 0 goes on without"
+            f"{NAME}: --prior-strength needs {FILE} in {place}, which a fit with --loss bce --save-priors writes; "
+            "--prior-strength 0 continues without priors"
         )
     return ranker, [prior.expand_to(old, ranker) for prior in rank.load_priors(place)]
 
@@ -96,7 +96,7 @@ def should_save_priors(asked: bool | None, options: Any) -> bool:
     """
     if asked and not _learns_probabilities(options):
         raise Problem(
-            f"{NAME}: --save-priors needs --loss bce of impressions, got {options.loss} of {options.objective}"
+            f"{NAME}: --save-priors needs --loss bce on impressions, got {options.loss} on {options.objective}"
         )
     return _learns_probabilities(options) and options.table_optimizer == "adamw" if asked is None else asked
 

@@ -78,7 +78,9 @@ def check_schema(name: str, ranker: Any, data: Any) -> None:
     for field, known in own.items():
         found = other.get(field)
         if found != known:
-            said = f"it has no field {field!r}" if found is None else f"field {field!r} has {_difference(known, found)}"
+            said = (
+                f"data has no field {field!r}" if found is None else f"field {field!r} has {_difference(known, found)}"
+            )
             raise ValueError(f"{name}: data must be read with the ranker's schema, schema=ranker.schema: {said}.")
 
 
@@ -86,6 +88,6 @@ def _difference(known: Any, found: Any) -> str:
     sizes = [len(one.vocab) if getattr(one, "vocab", None) is not None else None for one in (found, known)]
     if None not in sizes:
         if sizes[0] == sizes[1]:
-            return f"another vocabulary of {sizes[0]:,} values"
-        return f"a vocabulary of {sizes[0]:,} values, and one of {sizes[1]:,} in the ranker's"
-    return "other options"
+            return f"a different vocabulary with {sizes[0]:,} values"
+        return f"a vocabulary with {sizes[0]:,} values, but {sizes[1]:,} in the ranker's"
+    return "different options"

@@ -59,7 +59,7 @@ class Field:
     def __post_init__(self) -> None:
         self._check_choice("side", Side)
         if self.history and self.side != "item":
-            raise ValueError(f"{self.kind}: history=True is for fields of side 'item', got side {self.side!r}.")
+            raise ValueError(f"{self.kind}: history=True is for fields with side 'item', got side {self.side!r}.")
 
     @property
     def is_open(self) -> bool:
@@ -123,22 +123,24 @@ class _Coded(Field):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.grows and self.vocab is None:
-            raise ValueError(f"{self.kind}: grows=True is for a vocab that new values are put behind, got none.")
+            raise ValueError(f"{self.kind}: grows=True needs a vocab to append new values to, got none.")
         if self.vocab is not None and self.hash_rows is not None:
-            raise ValueError(f"{self.kind}: vocab and hash_rows exclude each other, got both.")
+            raise ValueError(f"{self.kind}: vocab and hash_rows are mutually exclusive, got both.")
         for name in ("hash_rows", "dim"):
             value = getattr(self, name)
             least = 2 if name == "hash_rows" else 1
             is_integer = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (is_integer and least <= value < 2**62):
-                what = "a positive integer" if least == 1 else "an integer of at least 2, or all values have one code"
+                what = (
+                    "a positive integer" if least == 1 else "an integer of at least 2 (with 1, all values share a code)"
+                )
                 raise ValueError(f"{self.kind}: {name} must be {what}, got {value!r}.")
         if self.vocab is not None:
             object.__setattr__(self, "vocab", self._check_list("vocab", object, "values"))
             kinds = {type(value) for value in self.vocab}
             if not kinds <= {str} and not kinds <= {int}:
                 named = ", ".join(sorted(kind.__name__ for kind in kinds))
-                raise ValueError(f"{self.kind}: vocab must hold strings or integers, of one kind, got {named}.")
+                raise ValueError(f"{self.kind}: vocab must hold only strings or only integers, got {named}.")
             if len(set(self.vocab)) < len(self.vocab):
                 raise ValueError(f"{self.kind}: vocab must name each value once.")
 
@@ -150,7 +152,7 @@ class _Coded(Field):
     def rows(self) -> int:
         """Number of codes, including 0: the embedding table's rows."""
         if self.is_open:
-            raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
+            raise ValueError(f"{self.kind}: vocab and hash_rows are both missing; read data with this schema first.")
         return 1 + (len(self.vocab) if self.vocab is not None else self._hashes)
 
     @property
@@ -170,7 +172,7 @@ class _Coded(Field):
         if self.vocab:
             if found[-1].type != self._vocab_array.type:
                 raise ValueError(
-                    f"vocab holds integers such as {self.vocab[0]}, and a new value must be one, too, got "
+                    f"vocab holds integers such as {self.vocab[0]}, so a new value must be an integer, got "
                     f"{next(v for v in values.to_pylist() if not re.fullmatch('-?[0-9]+', v))!r}."
                 )
             # Known values keep their codes when new values are added.
@@ -195,7 +197,7 @@ class _Coded(Field):
         import pyarrow.compute as pc
 
         if self.is_open:
-            raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
+            raise ValueError(f"{self.kind}: vocab and hash_rows are both missing; read data with this schema first.")
         if self.hash_rows is not None:
             hashed, missing = hashes(column)
             codes = np.where(missing, 0, 1 + (hashed % np.uint64(self._hashes)).astype(np.int64))
@@ -228,7 +230,7 @@ class Id(_Coded):
         super().__post_init__()
         self._check_choice("hash", Hash)
         if self.hash == "qr" and self.hash_rows is None:
-            raise ValueError("Id: hash 'qr' needs hash_rows, how many rows each of its two tables has.")
+            raise ValueError("Id: hash 'qr' needs hash_rows, the number of rows in each table.")
 
     @property
     def _hashes(self) -> int:
@@ -404,7 +406,7 @@ class Cross(Id):
             raise ValueError(f"Cross: of must name two fields or more, each once, got {self.of!r}.")
 
     def encode(self, column: Any) -> Tensor:
-        raise ValueError(f"Cross: it is made of the fields {', '.join(map(repr, self.of))}, not of a column.")
+        raise ValueError(f"Cross: values come from the fields {', '.join(map(repr, self.of))}, not from a column.")
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Impressions(RequestSet):
         Raises: ValueError if there is no item column.
         """
         if self.schema.roles.item is None:
-            raise ValueError("rank.Impressions: no column of these impressions is the item; name one by item=….")
+            raise ValueError("rank.Impressions: these impressions have no item column; name the column by item=….")
         return self.column(self.schema.roles.item)
 
     @property

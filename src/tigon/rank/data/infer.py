@@ -48,7 +48,7 @@ def load_tables(
     Raises: ValueError for unreadable tables, and for roles together with a schema.
     """
     if schema is not None and roles:
-        raise ValueError(f"{NAME}: schema= has the roles already, got {', '.join(roles)} besides.")
+        raise ValueError(f"{NAME}: schema= already defines the roles, got also {', '.join(roles)}.")
     rows = load_columns(data)
     history = load_history(history)
     items, users = (None if side is None else load_columns(side) for side in (items, users))
@@ -128,7 +128,7 @@ def infer_fields(tables: Tables, roles: Roles) -> Schema:
         if tables.history is None and roles.user in tables.rows:
             fields[roles.user] = Id(side="context")
         else:
-            left_out[roles.user] = "the history says who the user is"
+            left_out[roles.user] = "the history identifies the user"
     if roles.time is not None and roles.time in tables.rows:
         fields[roles.time] = Time(side="context")
     happened = {Label.parse(text).column for text in roles.labels} | {*roles.action}
@@ -138,7 +138,7 @@ def infer_fields(tables: Tables, roles: Roles) -> Schema:
             if name in fields or name in (roles.request, roles.user, roles.weight) or name in left_out:
                 continue
             if name in happened or (table == "rows" and name in ACTIONS):
-                left_out[name] = "it says what happened" + ("" if name in happened else ", by its name")
+                left_out[name] = "it records an outcome" + ("" if name in happened else ", by its name")
                 continue
             guess = infer_field(name, column)
             if isinstance(guess, str):
@@ -153,7 +153,9 @@ def infer_fields(tables: Tables, roles: Roles) -> Schema:
             fields[name] = dataclasses.replace(guess, side=side, history=side == "item" and known)
     for name in tables.columns("history"):
         if name not in fields and name not in (roles.user, roles.time, roles.request):
-            left_out.setdefault(name, "events alone have it; name it by action=… if it says what happened")
+            left_out.setdefault(
+                name, "only events have this column; name the column by action=… if it records an outcome"
+            )
     return Schema(roles, fields)._because(left_out)
 
 
@@ -166,7 +168,7 @@ def infer_field(name: str, column: Any) -> Field | str:
     if column.null_count == len(column):
         return "it has no values"
     if INDEX.fullmatch(name.strip()):
-        return "it numbers the rows, as an index that pandas wrote, by its name"
+        return "by its name, a row index written by pandas"
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = kind.value_type
         if types.is_string(inner) or types.is_large_string(inner) or types.is_integer(inner):
@@ -174,12 +176,12 @@ def infer_field(name: str, column: Any) -> Field | str:
         return f"it holds lists of {inner}"
     bytes_ = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
     if types.is_nested(kind) or types.is_time(kind) or any(of(kind) for of in bytes_):
-        return f"{kind} is nothing that a model reads"
+        return f"models cannot read {kind} values"
     if types.is_duration(kind):
-        return "it holds durations; give them as numbers"
+        return "it holds durations; convert the durations to numbers"
     distinct = pc.count_distinct(column, mode="all").as_py()
     if distinct == 1:
-        return "it has one value only"
+        return "it has a single value"
     coded = Id(hash_rows=MANY) if distinct > MANY else Id()
     if types.is_string(kind) or types.is_large_string(kind):
         texts = pc.unique(column).drop_null().cast("large_string")

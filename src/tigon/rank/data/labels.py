@@ -56,20 +56,18 @@ class Label(NamedTuple):
                 if self.operation is not None:
                     raise
                 raise BadValue(
-                    error.position, f"{error}; a comparison makes 0 and 1 of texts, such as '{self.column} == yes'"
+                    error.position, f"{error}; a comparison turns texts into 0 and 1, such as '{self.column} == yes'"
                 ) from None
             missing = np.isnan(x)
             if self.operation is None:
                 wrong = ~missing & (x != 0) & (x != 1)
                 if wrong.any():
                     at = int(wrong.argmax())
-                    raise BadValue(
-                        at, f"must be 0 or 1, got {x[at]:g}; a comparison makes one, such as '{self.column} >= 4'"
-                    )
+                    raise BadValue(at, f"must be 0 or 1, got {x[at]:g}; use a comparison, such as '{self.column} >= 4'")
                 values = x == 1
             else:
                 if not _is_number(self.value):
-                    raise BadValue(0, f"{self.operation} compares with a number, got {self.value!r}")
+                    raise BadValue(0, f"{self.operation} needs a number, got {self.value!r}")
                 with np.errstate(invalid="ignore"):
                     values = COMPARE[self.operation](x, float(self.value))
         if missing.any() and not gaps:

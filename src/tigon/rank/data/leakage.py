@@ -45,8 +45,8 @@ def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
         for name, x in values.items():
             if (auc := _auc(x[known], y)) > TELLS:
                 result.append(
-                    f"Field {name!r} alone tells label {label!r}, with an AUC of {auc:.4f}. If it says what happened "
-                    "afterwards, take it out of the schema: a row to score will not have it."
+                    f"Field {name!r} alone predicts label {label!r}, with AUC {auc:.4f}. If the field is recorded "
+                    "afterwards, remove the field from the schema: a row to score will not have its value."
                 )
     return result
 
@@ -69,8 +69,8 @@ def find_rare_crosses(data: Impressions) -> list[str]:
         shared = 1 - float((count == 1).sum()) / data.rows
         if shared < SHARED:
             result.append(
-                f"Cross {name!r}: {shared:.0%} of the rows have its values with another row; what is learned of the "
-                "others holds for no row to score. Compare with a fit without it, or cross fields of fewer values."
+                f"Cross {name!r}: {shared:.0%} of the rows share their values with another row; what the ranker learns "
+                "from the others does not generalize. Compare with a fit without the cross, or cross smaller fields."
             )
     return result
 

@@ -19,7 +19,7 @@ from tigon.rank.data.tables import NAME, SPOKEN, Tables, explain_value
 
 # Numeric times above this, in microseconds, suggest the next smaller unit (see `Time`).
 LATEST = 10**17
-NO_TIMES = "so that no event of a request's future is read"
+NO_TIMES = "so that no event after a request is read"
 
 
 def materialize(tables: Tables, schema: Schema, labelled: bool) -> InMemoryImpressions:
@@ -77,8 +77,8 @@ def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
         nothing = torch.stack([*result.values()]).isnan().all(0)
         if nothing.any():
             raise ValueError(
-                f"{NAME}: row {int(nothing.nonzero()[0])} of {SPOKEN['rows']} has no value of any label, "
-                f"{', '.join(result)}; a row must have one."
+                f"{NAME}: row {int(nothing.nonzero()[0])} of {SPOKEN['rows']} has no value for any label, "
+                f"{', '.join(result)}; a row must have at least one value."
             )
     return result
 
@@ -92,7 +92,7 @@ def group_requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
         named = tables.keys("rows", roles.request, "what was shown together")
         if named.null_count:
             at = int(np.array(named.is_null()).argmax())
-            raise ValueError(f"{NAME}: column {roles.request!r} (request), row {at}: every row must name its request.")
+            raise ValueError(f"{NAME}: column {roles.request!r} (request), row {at}: every row must have a request.")
         coded = named.dictionary_encode()
         return np.array(coded.indices.cast("int64")), coded.dictionary
     if roles.user is None or roles.time is None or not {roles.user, roles.time} <= {*tables.rows}:
@@ -179,7 +179,7 @@ class FieldReader:
         if different is not None:
             raise ValueError(
                 f"{NAME}: column {name!r} has side 'context', but differs within a request, between rows "
-                f"{different[0]} and {different[1]}; side 'row' is for what differs."
+                f"{different[0]} and {different[1]}; use side 'row' for such columns."
             )
 
     def _find_difference(self, values: Tensor) -> tuple[int, int] | None:
@@ -209,7 +209,7 @@ class FieldReader:
         fields = self.schema.history
         if tables.history is None:
             if fields:
-                notes.append("The schema reads histories, and there is none: all are empty.")
+                notes.append("The schema reads histories, but none was given: all histories are empty.")
             empty = {k: ColumnBuffer(v.encode(_nothing(v))).compact(v.kind == "Id") for k, v in fields.items()}
             return none, none, empty, none[:0]
         if roles.user is None:
@@ -221,20 +221,22 @@ class FieldReader:
         user, actor = map(torch.from_numpy, tables.codes(roles.user, "the user")[0])
         if (rows := self._find_difference(user)) is not None:
             raise ValueError(
-                f"{NAME}: rows {rows[0]} and {rows[1]} are of one request ({roles.request!r}) and of two users "
-                f"({roles.user!r}); a request must have one."
+                f"{NAME}: rows {rows[0]} and {rows[1]} have the same request ({roles.request!r}) but different users "
+                f"({roles.user!r}); a request must have a single user."
             )
         user = user[self.ones]
         if lost := int((actor < 0).sum()):
-            notes.append(f"{lost:,} of {len(actor):,} events {_has(lost)} no user; histories leave them out.")
+            notes.append(f"{lost:,} of {len(actor):,} events {_has(lost)} no user and are left out of histories.")
         order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
         order = order[sort_events(actor[order], when[order])]
         start, end, excluded = find_windows(actor[order], when[order], user, time)
         if (same := int(excluded.sum())) and not tables.own:
             events = "event" if same == 1 else "events"
-            notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
+            notes.append(f"Histories exclude {same:,} {events} at exactly the time of a request by the same user.")
         if len(order) and not (end > start).any() and not tables.own:
-            notes.append("No request has a history: do both tables name users alike, and are there events before?")
+            notes.append(
+                "No request has a history: check that both tables use the same user ids and events precede requests."
+            )
         history = {k: self._read_event_field(k, v).select(order).compact(v.kind == "Id") for k, v in fields.items()}
         return start, end, history, when[order]
 
@@ -255,7 +257,9 @@ class FieldReader:
             named = there.drop_null()
             if pc.count_distinct(named).as_py() < len(named):
                 twice = next(one["values"] for one in pc.value_counts(named).to_pylist() if one["counts"] > 1)
-                raise ValueError(f"{NAME}: {SPOKEN[side]} must have each {role!r} once, but have {twice!r} more often.")
+                raise ValueError(
+                    f"{NAME}: {SPOKEN[side]} must have each {role!r} once, but have {twice!r} more than once."
+                )
             index = pc.index_in(wanted, value_set=named).cast("int64")
             # An extra last row with missing values serves unknown ids.
             self.lost[side, table] = index.null_count
@@ -310,14 +314,14 @@ def _note(held: InMemoryImpressions, places: FieldReader) -> None:
         known = values[~values.isnan()]
         if gaps := len(values) - len(known):
             held.notes.append(
-                f"Label {name!r} has no value in {gaps:,} of {len(values):,} rows: its loss and its metrics leave them "
-                "out."
+                f"Label {name!r} has no value in {gaps:,} of {len(values):,} rows: its loss and metrics skip these "
+                "rows."
             )
         positive = int(known.sum())
         if positive in (0, len(known)):
             held.notes.append(
                 f"Label {name!r} is {int(positive > 0)} in all {len(known):,} rows: with one class there is nothing "
-                "to learn from it, and no AUC."
+                "to learn, and AUC is undefined."
             )
     for what, stored in (("rows", held.items), ("events", held.history)):
         if roles.item in stored:

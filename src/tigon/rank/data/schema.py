@@ -56,7 +56,7 @@ class Roles:
         for name in ("item", "request", "user", "time", "weight"):
             value = getattr(self, name)
             if not isinstance(value, (str, type(None))):
-                raise ValueError(f"Schema: role {name!r} must be the name of a column, or none, got {value!r}.")
+                raise ValueError(f"Schema: role {name!r} must be a column name, or none, got {value!r}.")
         for name in ("labels", "action"):
             value = getattr(self, name)
             columns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
@@ -94,13 +94,13 @@ class Schema:
         item, time = (None if name is None else self.fields.get(name) for name in (self.roles.item, self.roles.time))
         if self.roles.item is None:
             for name in self.side("item"):
-                raise ValueError(f"Schema: field {name!r} has side 'item', but roles.item names no column of items.")
+                raise ValueError(f"Schema: field {name!r} has side 'item', but roles.item names no item column.")
         elif not isinstance(item, Id) or item.side != "item":
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
         if len(set(self.labels)) < len(self.labels):
             twice = next(name for name in self.labels if self.labels.count(name) > 1)
             raise ValueError(
-                f"Schema: labels must differ in their names, got {twice!r} more often; NAME=COLUMN>=VALUE names one."
+                f"Schema: labels must have unique names, got {twice!r} more than once; NAME=COLUMN>=VALUE sets a name."
             )
         if time is not None and (not isinstance(time, Time) or time.side != "context"):
             raise ValueError(
@@ -109,7 +109,7 @@ class Schema:
         for name in self.roles.action:
             action = self.fields.get(name)
             if action is None or action.side != "action":
-                raise ValueError(f"Schema: the action {name!r} must have a field of side 'action', got {action!r}.")
+                raise ValueError(f"Schema: the action {name!r} must have a field with side 'action', got {action!r}.")
         for name in self.side("action"):
             if name not in self.roles.action:
                 raise ValueError(f"Schema: field {name!r} has side 'action', but roles.action does not name it.")
@@ -120,7 +120,7 @@ class Schema:
     def _check_cross(self, name: str, cross: Cross) -> None:
         for part in cross.of:
             if (why := self.why_no_cross(part)) is not None:
-                raise ValueError(f"Schema: cross {name!r} must be of {why}")
+                raise ValueError(f"Schema: cross {name!r} must combine {why}")
 
     def why_no_cross(self, name: str) -> str | None:
         """The reason a field cannot be part of a cross, as the end of an error sentence; None if it can.
@@ -131,11 +131,11 @@ class Schema:
         field = self.fields.get(name)
         if field is None:
             known = [one for one, of in self.fields.items() if not isinstance(of, Cross)]
-            return f"fields of its schema, got {name!r}; {nearest(name, known)}"
+            return f"fields in its schema, got {name!r}; {nearest(name, known)}"
         if isinstance(field, Cross) or not isinstance(field, (Id, Number)) or field.side == "action":
-            return f"fields of its schema that are an Id or a Number of an impression, got {name!r}, {field.kind}."
+            return f"Id or Number fields of an impression, got {name!r}, {field.kind}."
         if isinstance(field, Number) and field.scale != "quantile":
-            return f"numbers of scale 'quantile', which says where to cut them, got {name!r} of scale {field.scale!r}."
+            return f"numbers with scale 'quantile', which defines the bins, got {name!r} with scale {field.scale!r}."
         return None
 
     def side(self, side: str) -> dict[str, Field]:
@@ -225,7 +225,7 @@ class Schema:
             fields = {key: parse_field(f"Schema: field {key!r}", of, KINDS) for key, of in told["fields"].items()}
             return cls(_roles(told["roles"]), fields)
         except (TypeError, OverflowError, AttributeError) as error:  # an option value with the wrong type
-            raise ValueError(f"{name} has an option of another type than it must be: {error}.") from error
+            raise ValueError(f"{name} has an option with the wrong type: {error}.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the schema as JSON.

@@ -111,11 +111,11 @@ def choose_held_out(time: Tensor | None, count: int, by: By, fraction: float, se
     if not 0 <= fraction <= 1:
         raise ValueError(f"Impressions.split: fraction must be from 0 to 1, got {fraction}.")
     if by == "time" and time is None:
-        raise ValueError("Impressions.split: by='time' needs times, and these impressions have none.")
+        raise ValueError("Impressions.split: by='time' needs times, but these impressions have none.")
     if by == "request" and own:
         raise ValueError(
-            "Impressions.split: by must be 'time' where the history is the impressions themselves: held-out labels "
-            "would stand in the histories to train on."
+            "Impressions.split: by must be 'time' if the impressions serve as history: training histories would "
+            "contain held-out labels."
         )
     many = round(fraction * count)
     held = torch.zeros(count, dtype=torch.bool)
@@ -136,8 +136,8 @@ def check_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: 
     event = ", ".join(f"{name} {events[name][row]}" for name in (roles.user, roles.item, roles.time) if name)
     some = "1 event is" if len(found) == 1 else f"{len(found):,} events are"
     raise ValueError(
-        f"Impressions.split: by must be 'time' where histories to train on tell of held-out requests: {some} of the "
-        f"same user and item, not before the request, such as row {row} of the history ({event})."
+        f"Impressions.split: by must be 'time' if training histories leak held-out requests: {some} for the "
+        f"same user and item, not before the request, such as history row {row} ({event})."
     )
 
 

@@ -247,7 +247,7 @@ class Stream(RequestSet):
         self.notes += loaded.data.notes
         if 2 * self._row_bytes * sizes[largest] > self.mebibytes * MIB:
             raise ValueError(
-                f"{NAME}: mebibytes must hold two row groups, of up to {sizes[largest]:,} rows and "
+                f"{NAME}: mebibytes must hold two row groups, with up to {sizes[largest]:,} rows and "
                 f"{self._row_bytes * sizes[largest] / MIB:,.3g} MiB each, got {self.mebibytes:g}; files with smaller "
                 "row groups need less."
             )
@@ -267,7 +267,7 @@ def _build_index(tables: Tables, schema: Schema, columns: ParquetColumns) -> Ind
         row = int(apart[0]) + 1
         said = f"row {row:,}" if names is None else f"{names[int(group[row])].as_py()!r}"
         raise ValueError(
-            f"{NAME}: the rows of a request must stand together, and those of {said} do not; sort the files by request."
+            f"{NAME}: a request's rows must be contiguous, but the rows of {said} are not; sort the files by request."
         )
     offsets = offsets_from_lengths(torch.from_numpy(np.bincount(group)))
     time = None

@@ -54,7 +54,7 @@ def find_constant_fields(data: Impressions) -> list[str]:
         if varies >= {*batch.context, *batch.items}:
             break
     return [
-        f"Field {name!r} has one value in all {data.rows:,} rows: nothing can be learned of it."
+        f"Field {name!r} has one value in all {data.rows:,} rows: nothing can be learned from this field."
         for name in first
         if name not in varies and data.rows > 1
     ]

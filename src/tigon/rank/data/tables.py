@@ -194,7 +194,7 @@ def load_history(history: Any) -> OwnHistory | Columns | None:
     if isinstance(history, (list, tuple)) and (words := [w for w in history if isinstance(w, str) and w in OWN]):
         rest = [path for path in history if path not in words]
         if len(words) > 1:
-            raise ValueError(f"{NAME}: a history must name one of 'self' and 'positives', got both or one twice.")
+            raise ValueError(f"{NAME}: a history must name one of 'self' and 'positives', got both or a repeated name.")
         return OwnHistory(words[0], load_columns(rest) if rest else None)
     return None if history is None else load_columns(history)
 
@@ -209,7 +209,7 @@ def history_from_impressions(rows: Columns, own: OwnHistory, roles: Roles) -> Co
 
     labels = list(map(Label.parse, roles.labels))
     if own.word == "positives" and not labels:
-        raise ValueError(f"{NAME}: history='positives' needs labels, and the impressions have none.")
+        raise ValueError(f"{NAME}: history='positives' needs labels, but the impressions have none.")
     parts = []
     for part in (own.more, rows):
         there = [label for label in labels if label.column in (part or {})]
@@ -222,7 +222,9 @@ def history_from_impressions(rows: Columns, own: OwnHistory, roles: Roles) -> Co
         return load_columns(parts[0] if len(parts) == 1 else pa.concat_tables(parts, promote_options="permissive"))
     except pa.ArrowException as error:
         said = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"{NAME}: the impressions and the earlier ones differ in their columns: {said}.") from None
+        raise ValueError(
+            f"{NAME}: the impressions and the earlier impressions have different columns: {said}."
+        ) from None
 
 
 def _positive(part: Columns, labels: list[Label]) -> Any:
@@ -242,7 +244,7 @@ def gather_tables(rows: Columns, history: Any, items: Any, users: Any, roles: Ro
     for side, table in (("history", history), ("items", items)):
         if table is not None and roles.item is None:
             raise ValueError(
-                f"{NAME}: {SPOKEN[side]} must go with impressions of items; name their column by item=…, there are "
+                f"{NAME}: {SPOKEN[side]} must go with impressions with items; name the column by item=…, there are "
                 f"{', '.join(map(repr, rows))}."
             )
     if isinstance(history, OwnHistory):
@@ -254,6 +256,6 @@ def gather_tables(rows: Columns, history: Any, items: Any, users: Any, roles: Ro
         items = rename_roles(items, roles, ("item",), SPOKEN["items"])
     if users is not None:
         if roles.user is None:
-            raise ValueError(f"{NAME}: a table of users needs the impressions' column of users; name it by user=….")
+            raise ValueError(f"{NAME}: a user table needs a user column in the impressions; name the column by user=….")
         users = rename_roles(users, roles, ("user",), SPOKEN["users"])
     return Tables(rows, history, items, users, own)

@@ -69,9 +69,9 @@ class Evaluation(NamedTuple):
         chosen = {label: self.labels.get(label, {})} if label else alone
         if not all(name in found for found in chosen.values()):
             measured = next(iter(alone.values()), {})
-            why = "" if "mrr" in measured else "; each row is a request of its own, which has no order to measure"
+            why = "" if "mrr" in measured else "; each request has a single row, so there is no order to measure"
             raise ValueError(
-                f"rank.evaluate: a metric must be one of {', '.join(measured)}, or LABEL:METRIC with a label of "
+                f"rank.evaluate: a metric must be one of {', '.join(measured)}, or LABEL:METRIC with a label from "
                 f"{', '.join(self.labels)}, got {metric!r}{why}."
             )
         return sum(found[name].value for found in chosen.values()) / len(chosen)
@@ -146,7 +146,7 @@ def evaluate(
     Raises: ValueError if there are no labels, and for non-positive cut-offs.
     """
     if not scored.labels:
-        raise ValueError("rank.evaluate: scored must have labels, got those of a table without.")
+        raise ValueError("rank.evaluate: scored must have labels, got scores from a table without labels.")
     for k in at:
         check_positive("rank.evaluate", "at", k)
     draw = Bootstrap(draws, level, seed)
@@ -211,7 +211,7 @@ def evaluate_next_items(
     for metric, value in values.items():
         value = torch.where(place.isnan(), torch.nan, value)
         found[metric] = draw.measure_requests(metrics.average_groups("rank.evaluate_next_items", value))
-    why = "have no positive row, or one whose item the schema does not know: left out"
+    why = "have no positive row, or its item is unknown to the schema: left out"
     notes = [f"{without:,} of {len(place):,} requests {why}"] if without else []
     return Evaluation({"next item": found}, len(place), len(place), notes)
 
@@ -300,7 +300,7 @@ def _notes(label: str, y: Tensor, offsets: Tensor, found: dict[str, MetricValue]
     if not len(y):
         return [f"{label}: there are no rows"]
     if found["auc"].value != found["auc"].value:
-        return [f"{label}: all rows are {y[0]:g}, so there is no AUC, and no order to measure"]
+        return [f"{label}: all rows are {y[0]:g}, so AUC and ranking metrics are undefined"]
     left_out = (("mrr", "no positive row", "NDCG, MRR and HR"), ("gauc", "one class", "GAUC"))
     return [
         f"{label}: {found[name].left_out:,} of {len(offsets) - 1:,} requests have {why}: left out of {metrics}"

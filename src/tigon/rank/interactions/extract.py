@@ -78,7 +78,7 @@ def extract_mlp(
     strengths, left_out = {}, {}
     for name, covariance in covariances.items():
         if float(covariance.trace()) <= still:
-            left_out[name] = "it is the same in all rows"
+            left_out[name] = "it is constant over all rows"
         else:
             own = first[:, places[name]]
             strengths[name] = np.sqrt(np.einsum("ui,ij,uj->u", own, covariance, own).clip(min=0))
@@ -94,7 +94,7 @@ def extract_mlp(
 def _check(ranker: Any, label: str | None) -> None:
     if not isinstance(ranker, LiRank):
         raise ValueError(
-            f"{NAME}: ranker must be a rank.LiRank, whose MLP reads the fields of a row, got a {type(ranker).__name__}."
+            f"{NAME}: ranker must be a rank.LiRank, whose MLP reads row fields, got a {type(ranker).__name__}."
         )
     if label is not None and label not in ranker.labels:
         raise ValueError(f"{NAME}: there is no label {label!r}; {nearest(label, ranker.labels)}")
@@ -130,7 +130,9 @@ def _read_weights(layers: Any) -> list[Array]:
         elif isinstance(layer.norm, nn.LayerNorm):
             weight = weight * to_array(layer.norm.weight)[:, None]
         if not np.isfinite(weight).all():
-            raise ValueError(f"{NAME}: weights must be finite, but some of layer {place} are not; did it diverge?")
+            raise ValueError(
+                f"{NAME}: weights must be finite, but some in layer {place} are not; did training diverge?"
+            )
         result.append(weight)
     return result
 
@@ -158,7 +160,7 @@ def _field_covariances(
 def _collect_notes(ranker: LiRank, left_out: Mapping[str, str]) -> tuple[str, ...]:
     notes = [f"Field {name!r} is left out: {why}." for name, why in left_out.items()]
     if ranker.cross is not None:
-        notes.append("What the cross layers join, beside the MLP, stands in no weight of the MLP.")
+        notes.append("Interactions in the cross layers, beside the MLP, do not show in the MLP's weights.")
     if any(isinstance(layer, Hidden) and layer.gate is not None for layer in ranker.modules()):
-        notes.append("Gates, which scale units by what others read, are taken as constants.")
+        notes.append("Gates, which scale units by other units' inputs, are treated as constants.")
     return tuple(notes)

@@ -170,11 +170,11 @@ def find_interactions(
     notes: Sequence[str] = ()
     if isinstance(model, FieldMLP):
         if names is not None or spread is not None:
-            raise ValueError(f"{NAME}: names and spread are those of the ranker's fields.")
+            raise ValueError(f"{NAME}: names and spread must be omitted: the ranker's fields define both.")
         network, features, notes = model.network, list(model.names), model.notes
     elif isinstance(model, Ranker):
         raise ValueError(
-            f"{NAME}: model must be the result of rank.extract_mlp(ranker, data), whose data say how fields vary, got "
+            f"{NAME}: model must be the result of rank.extract_mlp(ranker, data), which measures how fields vary, got "
             f"the {type(model).__name__} itself."
         )
     else:
@@ -219,7 +219,7 @@ def _rank_order(network: Network, order: int, power: float) -> Strengths:
     P = network.first.shape[1]
     if (count := math.comb(P, order)) > MOST:
         raise ValueError(
-            f"{NAME}: {P} features have {count:,} sets of {order}, more than {MOST:,}; order=None looks at those alone "
+            f"{NAME}: {P} features have {count:,} sets with order={order}, over {MOST:,}; order=None ranks only sets "
             "that units read."
         )
     sets = np.array([*itertools.combinations(range(P), order)])
@@ -273,8 +273,8 @@ def _check_spread(spread: Any, names: Sequence[str]) -> Array:
             raise ValueError(f"{NAME}: spread of {name!r} must be a finite number above 0, got {one!r}.")
         if one == 0:
             raise ValueError(
-                f"{NAME}: {name!r} has a variance of 0, and a weight says nothing of an input that is always the same; "
-                "leave it out of the model."
+                f"{NAME}: {name!r} has variance 0, and the weight for a constant input carries no information; "
+                "remove this input from the model."
             )
     return result
 
@@ -286,7 +286,7 @@ def _check_names(names: Any, count: int) -> list[str]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{NAME}: names must be a list of strings, got {names!r}.")
     if len(names) != count:
-        raise ValueError(f"{NAME}: names must name each of the {count} inputs of the model, got {len(names)}.")
+        raise ValueError(f"{NAME}: names must name each of the {count} model inputs, got {len(names)}.")
     return list(names)
 
 
@@ -297,6 +297,5 @@ def _check_options(method: Any, power: Any, order: Any, features: int) -> None:
         raise ValueError(f"{NAME}: power must be a number above 0, got {power!r}.")
     if order is not None and (not isinstance(order, int) or isinstance(order, bool) or not 2 <= order <= features):
         raise ValueError(
-            f"{NAME}: order must be None or an integer from 2 to {features}, how many features there are, got "
-            f"{order!r}."
+            f"{NAME}: order must be None or an integer from 2 to {features}, the number of features, got {order!r}."
         )

@@ -36,7 +36,7 @@ def parse_network(model: Any) -> Network:
         if not np.isfinite(weight).all():
             many = int((~np.isfinite(weight)).sum())
             raise ValueError(
-                f"{NAME}: weights must be finite, but {many:,} of the {weight.size:,} of layer {place} are not; did "
+                f"{NAME}: weights must be finite, but {many:,} of {weight.size:,} in layer {place} are not; did "
                 "the training diverge?"
             )
     for place, (before, weight) in enumerate(pairwise(layers), 2):
@@ -44,10 +44,12 @@ def parse_network(model: Any) -> Network:
             shapes = ", ".join(str(tuple(one.shape)) for one in layers)
             raise ValueError(
                 f"{NAME}: weights must be (outputs, inputs) and chain, but layer {place} reads {weight.shape[1]} "
-                f"numbers of the {before.shape[0]} before it; the shapes are {shapes}."
+                f"numbers and the layer before has {before.shape[0]} outputs; the shapes are {shapes}."
             )
     if len(layers) < 2:
-        raise ValueError(f"{NAME}: a linear model has none; model must be an MLP with a hidden layer.")
+        raise ValueError(
+            f"{NAME}: model must be an MLP with a hidden layer, got a linear model, which has no interactions."
+        )
     return Network(np.abs(layers[0]), compute_reach(np.ones(len(layers[-1])), layers[1:]))
 
 
@@ -76,9 +78,7 @@ def norm_factor(part: nn.BatchNorm1d) -> Array:
 def _read_arrays(model: Any) -> list[Array]:
     if isinstance(model, (str, bytes)) or not isinstance(model, Sequence) or not model:
         got = "an empty list" if isinstance(model, Sequence) and not model else type(model).__name__
-        raise ValueError(
-            f"{NAME}: model must be an MLP, what rank.extract_mlp returned, or a list of weights, got {got}."
-        )
+        raise ValueError(f"{NAME}: model must be an MLP, a rank.extract_mlp result, or a list of weights, got {got}.")
     result = []
     for place, weight in enumerate(model, 1):
         try:
@@ -116,7 +116,7 @@ def _read_module(model: nn.Module) -> list[Array]:
                 result[-1], factor = result[-1] * factor[:, None], None
         elif has_weights:
             raise ValueError(
-                f"{NAME}: model must be an MLP, a chain of nn.Linear, but {name or 'it'} is of the class "
+                f"{NAME}: model must be an MLP, a chain of nn.Linear, but {name or 'model'} has class "
                 f"{type(part).__name__}."
             )
         behind = part

@@ -91,9 +91,11 @@ def _check(h: Tensor, weight: Tensor, bias: Tensor, running: Running | None, tra
                 f"{tuple(t.shape)} {t.dtype}."
             )
     if training and h.shape[0] == 1:
-        raise ValueError("batch_norm_relu: h must have two rows or more in training, since one has no variance; got 1.")
+        raise ValueError(
+            "batch_norm_relu: h must have two rows or more in training, since a single row has no variance; got 1."
+        )
     if not training and running is None:
-        raise ValueError("batch_norm_relu: running must be (mean, variance) outside of training, got None.")
+        raise ValueError("batch_norm_relu: running must be (mean, variance) outside training, got None.")
 
 
 def batch_norm_relu_reference(

@@ -112,7 +112,7 @@ class Explorer:
         )
         if not same:
             raise ValueError(
-                f"{name}: explore must be of the ranker's weights, which have changed since; fit another: "
+                f"{name}: explore must match the ranker's weights, which have changed since; refit with "
                 "rank.Explorer.fit(ranker, data)."
             )
 
@@ -152,7 +152,7 @@ class Explorer:
             if {label: (len(x), *x.shape[1:]) for label, x in found["precision"].items()} != {
                 label: (*shape, *shape) for label, shape in shapes.items()
             } or len(found) > 2:
-                raise ValueError("its tensors are not those of an explorer")
+                raise ValueError("the tensors are not from an explorer")
             return cls(found["mean"], found["precision"])
         except (ValueError, TypeError, RuntimeError) as error:
             raise DamagedFileError(f"{place} is damaged: {str(error).splitlines()[0].rstrip('.')}.") from error
@@ -237,7 +237,7 @@ def _find_explorer(name: str, ranker: Any) -> Explorer:
     """A ranker's explorer, or ValueError without one. name: the caller's, for the error."""
     explorer: Explorer | None = getattr(ranker, "explorer", None)
     if explorer is None:
-        raise ValueError(f"{name}: explore needs what rank.Explorer.fit(ranker, data) finds, and the ranker has none.")
+        raise ValueError(f"{name}: explore needs rank.Explorer.fit(ranker, data) first: the ranker has no explorer.")
     explorer.check(name, ranker)
     return explorer
 
@@ -246,7 +246,7 @@ def _layers(name: str, ranker: Any) -> dict[str, Tensor]:
     """By label, (D + 1,): last-layer weights and bias, detached."""
     if not hasattr(ranker, "last_layer") or not ranker.labels:
         what = "has no last layer" if not hasattr(ranker, "last_layer") else "has no labels"
-        raise ValueError(f"{name}: explore is for rankers with a last layer of labels; {type(ranker).__name__} {what}.")
+        raise ValueError(f"{name}: explore needs a ranker with a last layer per label; {type(ranker).__name__} {what}.")
     return {label: torch.cat((w, b[None])).detach() for label, (w, b) in ranker.last_layer().items()}
 
 

@@ -59,7 +59,7 @@ class Ranker(nn.Module):
         name, weights = type(self).__name__, config.weights or {}
         self.schema, self.config, self.labels, self.explorer = schema, config, list(schema.labels), None
         if unknown := sorted(set(weights) - set(self.labels)):
-            raise ValueError(f"{name}: weights must be of the labels {self.labels}, got one of {unknown[0]!r}.")
+            raise ValueError(f"{name}: weights must be for the labels {self.labels}, got {unknown[0]!r}.")
         self.score_weights = {label: weights.get(label, 0.0 if weights else 1.0) for label in self.labels}
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class Ranker(nn.Module):
                 ranker = found(schema, config)
         except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
             said = str(error).splitlines()[0].rstrip(".")
-            raise DamagedFileError(f"{folder / CONFIG} has options that no {name} has: {said}.") from error
+            raise DamagedFileError(f"{folder / CONFIG} has unknown options for {name}: {said}.") from error
         check_state(ranker, tensors, folder / MODEL)
         ranker = found(schema, config)
         load_state(ranker, tensors, folder / MODEL)

@@ -58,13 +58,13 @@ class SearchOptions:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ValueError(f"rank.search_blocks: {name} must be an integer of at least {low}, got {value!r}.")
         if not 0 < self.rows <= 1:
-            raise ValueError(f"rank.search_blocks: rows must be a share, above 0 and at most 1, got {self.rows}.")
+            raise ValueError(f"rank.search_blocks: rows must be a fraction, above 0 and at most 1, got {self.rows}.")
         if self.sampler not in get_args(Sampler):
             raise ValueError(f"rank.search_blocks: sampler must be evolution or random, got {self.sampler!r}.")
         if self.fit.loss != "bce" or self.fit.objective != "impressions":
             raise ValueError(
-                f"rank.search_blocks: fit must be by the loss bce of impressions, which graphs are compared by, got "
-                f"{self.fit.loss!r} of {self.fit.objective!r}."
+                f"rank.search_blocks: fit must use loss bce on impressions, by which graphs are compared, got "
+                f"{self.fit.loss!r} on {self.fit.objective!r}."
             )
         for name in self.model:
             if name in REPLACED:

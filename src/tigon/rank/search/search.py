@@ -159,7 +159,7 @@ def open_study(folder: Path) -> Any:
             return optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
     except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
         said = str(error).splitlines()[0].rstrip(".")
-        raise DamagedFileError(f"{folder / STUDY} is no study that can be read: {said}.") from error
+        raise DamagedFileError(f"{folder / STUDY} is not a readable study: {said}.") from error
 
 
 def is_active(folder: Path) -> bool:
@@ -235,8 +235,8 @@ class _Search:
             was, now = before.get(name), settings.get(name)
             if was != now:
                 raise ValueError(
-                    f"rank.search_blocks: the study in {self.folder} was begun with {name} {was}, and now there is "
-                    f"{now}; a study is of one thing: give that, or another folder."
+                    f"rank.search_blocks: the study in {self.folder} was started with {name} {was}, but got "
+                    f"{now}; use the original value or another folder."
                 )
 
     def run(self) -> SearchResult:

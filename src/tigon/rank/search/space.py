@@ -56,9 +56,7 @@ class Space:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in KINDS:
-                raise ValueError(
-                    f"rank.search_blocks: there is no kind {kind!r} of blocks; {nearest(kind, list(KINDS))}"
-                )
+                raise ValueError(f"rank.search_blocks: there is no block kind {kind!r}; {nearest(kind, list(KINDS))}")
         if not 1 <= self.most <= MOST:
             raise ValueError(
                 f"rank.search_blocks: most must be from 1 to {MOST} blocks, got {self.most}: without a block no path "
@@ -71,8 +69,8 @@ class Space:
             )
         if self.vectors < 2 and not set(self.kinds) - set(PAIRED):
             raise ValueError(
-                f"rank.search_blocks: kinds must have more than {' and '.join(self.kinds)}, which multiply vectors by "
-                "each other: the features are one vector alone, so that no block can read them."
+                f"rank.search_blocks: kinds must have more than {' and '.join(self.kinds)}, which multiply "
+                "vectors: the features are a single vector, so no block can read the features."
             )
 
     def allows(self, graph: Sequence[Block]) -> bool:

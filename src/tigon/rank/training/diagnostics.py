@@ -49,8 +49,8 @@ def find_problems(
     result = []
     if steps <= warmup:
         result.append(
-            f"the fit has {steps:,} steps, no more than its warm-up of {warmup:,.0f}, in which the rate rises. Take a "
-            "lower warmup=…, or more epochs=…"
+            f"the fit has {steps:,} steps, all within the learning-rate warm-up of {warmup:,.0f} steps. Use a "
+            "lower warmup=… or more epochs=…"
         )
     if row is None:
         return result
@@ -60,18 +60,18 @@ def find_problems(
     errors = {label: auc_error(*classes[label]) for label in aucs}
     if aucs and all(auc < 0.5 + ERRORS * errors[label] for label, auc in aucs.items()):
         said = ", ".join(
-            f"{auc:.3f} of {label} (chance: 0.5 ± {ERRORS * errors[label]:.3f})" for label, auc in aucs.items()
+            f"{auc:.3f} for {label} (chance: 0.5 ± {ERRORS * errors[label]:.3f})" for label, auc in aucs.items()
         )
         result.append(
-            f"behind {steps:,} steps the validation does not tell the ranker from chance: an AUC of {said}. {more}. "
-            "Look by `tigon rank inspect` whether its fields say anything of the label"
+            f"after {steps:,} steps the validation AUC is no better than chance: {said}. {more}. "
+            "Check with `tigon rank inspect` whether any field predicts the label"
         )
     elif probabilities:
         result += _find_poor_probabilities(row, aucs, classes)
     gain = _late_gain(row, history, monitor)
     if ended and gain is not None and gain > max(errors.values(), default=0.02 * abs(row[monitor])):
         result.append(
-            f"{monitor} still got better, by {gain:.3f} in the last quarter, when epochs=… ended the fit. Raise it"
+            f"{monitor} was still improving, by {gain:.3f} in the last quarter, when the fit ended. Raise epochs=…"
         )
     return result
 
@@ -85,10 +85,10 @@ def _find_poor_probabilities(
         entropy = float(torch.distributions.Bernoulli(share).entropy())
         if row[f"{label}:log_loss"] > WORSE * entropy:
             result.append(
-                f"the order by {label} is better than chance, and its probabilities are worse than the share of its "
-                f"positives: on the validation a log loss of {row[f'{label}:log_loss']:.3f}, of the share "
+                f"the ranking by {label} is better than chance, but its probabilities are worse than the base "
+                f"rate: validation log loss {row[f'{label}:log_loss']:.3f}, base rate "
                 f"{entropy:.3f}. "
-                "metric='log_loss' keeps the weights of the best probabilities"
+                "metric='log_loss' keeps the weights with the best probabilities"
             )
     return result
 

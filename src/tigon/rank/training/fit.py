@@ -121,7 +121,9 @@ class FitOptions:
             if value is not None and not (0 <= value < math.inf and (value or not above)):
                 raise ValueError(f"rank.fit: {name} must be {'above 0' if above else 'at least 0'}, got {value}.")
         if not 0 <= self.warmup < 1:
-            raise ValueError(f"rank.fit: warmup must be a share of the run, at least 0 and below 1, got {self.warmup}.")
+            raise ValueError(
+                f"rank.fit: warmup must be a fraction of the run, at least 0 and below 1, got {self.warmup}."
+            )
         if not re.fullmatch(METRICS[self.objective], self.monitor.rpartition(":")[2]):
             names = "auc, gauc, log_loss, ece, mrr, " if self.objective == "impressions" else "mrr, "
             raise ValueError(
@@ -253,7 +255,7 @@ def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
             return out.float()
         logits = ranker(batch)
     if not batch.labels:
-        raise ValueError("rank.fit: train must have labels, got a table without.")
+        raise ValueError("rank.fit: train must have labels, got a table without labels.")
     weights = options.label_weights or {}
     loss = LOSSES[options.loss]
     terms = [weights.get(label, 1.0) * _label_loss(loss, batch, label, logits[label].float()) for label in batch.labels]
@@ -277,22 +279,22 @@ def check_arguments(ranker: Any, train: BatchSource, val: BatchSource | None, op
         raise ValueError("rank.fit: train has no requests.")
     if options.objective == "next-item" and not hasattr(ranker, "next_item_loss"):
         raise ValueError(
-            f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no loss of next items."
+            f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no next-item loss."
         )
     if options.schedule == "plateau" and val is None:
-        raise ValueError("rank.fit: schedule must be cosine, linear or constant without val, which plateau goes by.")
+        raise ValueError("rank.fit: schedule must be cosine, linear or constant without val, which plateau monitors.")
     for data in (train, val):
         check_schema("rank.fit", ranker, data)
     if options.objective == "impressions" and options.loss != "bce" and getattr(train, "rows", None) == len(train):
         raise ValueError(
-            f"rank.fit: loss must be bce where each row is a request of its own, which has no order to learn, got "
-            f"{options.loss!r}; request=… names what was shown together."
+            f"rank.fit: loss must be bce if each request has a single row, with no order to learn, got "
+            f"{options.loss!r}; request=… names the request column."
         )
     labels, label = ranker.schema.labels, options.monitor.rpartition(":")[0]
     if val is not None and options.objective == "impressions" and label not in ("", *labels):
-        raise ValueError(f"rank.fit: metric must be of a label of {', '.join(labels)}, got {options.metric!r}.")
+        raise ValueError(f"rank.fit: metric must be for one of the labels {', '.join(labels)}, got {options.metric!r}.")
     if unknown := sorted(set(options.label_weights or {}) - set(labels)):
-        raise ValueError(f"rank.fit: label_weights must be of labels, {', '.join(labels)}, got {unknown[0]!r}.")
+        raise ValueError(f"rank.fit: label_weights must be for the labels {', '.join(labels)}, got {unknown[0]!r}.")
 
 
 class _Run:

@@ -33,8 +33,8 @@ class Optimizers:
         by_rows = tables == "row-adagrad"
         if by_rows and not hasattr(ranker, "table_gradients"):
             raise ValueError(
-                f"rank.fit: table_optimizer must be 'adamw' for {type(ranker).__name__}, got {tables!r}, which is for "
-                "tables whose gradients are rows."
+                f"rank.fit: table_optimizer must be 'adamw' for {type(ranker).__name__}, got {tables!r}, which needs "
+                "tables with row-wise gradients."
             )
         own: list[Tensor] = []
         if hasattr(ranker, "table_gradients"):

@@ -165,7 +165,7 @@ def load_priors(folder: str | Path) -> list[FisherPrior]:
         {part: {name: x.shape for name, x in of.items()} for part, of in parts.items()} for parts in found.values()
     ]
     if not shapes or any({*one} != {"weights", "fisher"} or one["weights"] != one["fisher"] for one in shapes):
-        raise DamagedFileError(f"{place} is damaged: its tensors are not those of priors.")
+        raise DamagedFileError(f"{place} is damaged: the tensors are not from priors.")
     return [FisherPrior(**found[number]) for number in sorted(found)]
 
 
@@ -173,13 +173,13 @@ def check_prior_options(options: Any) -> None:
     """Raise for fit options that cannot use a prior."""
     if (options.objective, options.loss) != ("impressions", "bce"):
         raise ValueError(
-            "rank.fit: loss must be bce of impressions to go on from a prior, whose strengths are those of labels' "
-            f"probabilities, got {options.loss} of {options.objective}."
+            "rank.fit: loss must be bce on impressions to continue from a prior, whose strengths are for label "
+            f"probabilities, got {options.loss} on {options.objective}."
         )
     if options.table_optimizer != "adamw":
         raise ValueError(
-            f"rank.fit: table_optimizer must be adamw with priors, which pull at every row, got "
-            f"{options.table_optimizer}, whose steps touch the rows of a batch alone."
+            f"rank.fit: table_optimizer must be adamw with priors, which regularize every row, got "
+            f"{options.table_optimizer}, whose steps update only the rows in a batch."
         )
 
 
@@ -200,8 +200,8 @@ class QuadraticPenalty:
                 shape = None if name not in prior.weights else tuple(prior.weights[name].shape)
                 if shape != tuple(p.shape):
                     raise ValueError(
-                        f"rank.fit: priors must be of this ranker, whose {name} is {tuple(p.shape)}, got "
-                        f"{'none' if shape is None else shape}; prior.expand_to(old, ranker) fits those of an old one."
+                        f"rank.fit: priors must match this ranker, whose {name} is {tuple(p.shape)}, got "
+                        f"{'none' if shape is None else shape}; prior.expand_to(old, ranker) expands older priors."
                     )
         self.parameters: list[Tensor] = [*names.values()]
         self.fisher: list[Tensor] = []
@@ -273,14 +273,14 @@ def check_expansion(old: Any, new: Any) -> None:
         known, found = getattr(before, "vocab", None), getattr(after, "vocab", None)
         if known is None or found is None or replace(before, vocab=found) != replace(after, grows=False):
             raise ValueError(
-                f"rank.expand_vocabularies: schema must have the ranker's fields, got other options of {name!r}; "
+                f"rank.expand_vocabularies: schema must have the ranker's fields, got different options for {name!r}; "
                 "read the data with schema=ranker.schema.expandable()."
             )
         if found[: len(known)] != known:
             place = next((i for i, (a, b) in enumerate(zip(known, found, strict=False)) if a != b), len(found))
-            got = f"{found[place]!r} in the place of" if place < len(found) else "none in the place of"
+            got = f"{found[place]!r} in place of" if place < len(found) else "none in place of"
             raise ValueError(
-                f"rank.expand_vocabularies: schema must have the ranker's values at their places, got for {name!r} "
+                f"rank.expand_vocabularies: schema must keep the ranker's values in order, got for {name!r} "
                 f"{got} {known[place]!r}, whose row it would read; read the data with "
                 "schema=ranker.schema.expandable()."
             )

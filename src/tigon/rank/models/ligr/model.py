@@ -51,8 +51,8 @@ class LiGR(Ranker):
         super().__init__(schema, config)
         if schema.roles.item is None:
             raise ValueError(
-                "LiGR: the schema must name items, as candidates are; name their column by item=…, or take LiRank, "
-                "which reads rows of features."
+                "LiGR: the schema must name candidate items; name the item column by item=…, or use LiRank, "
+                "which reads feature rows."
             )
         self.head_dim, self.setwise_from = config.width // config.heads, config.layers - config.setwise_layers
         self.tokens = Tokens(schema, config)
@@ -270,7 +270,7 @@ class LiGR(Ranker):
         """
         items = self._next_item_head().items
         if not 1 <= k <= items:
-            raise ValueError(f"LiGR.recommend: k must lie in [1, {items:,}], the items of the catalogue, got {k}.")
+            raise ValueError(f"LiGR.recommend: k must lie in [1, {items:,}], the number of items, got {k}.")
         parts = [z.topk(k) for z, _ in self._score_items(batch, exclude_seen)]
         scores, codes = (torch.cat(side) for side in zip(*parts, strict=True))
         return torch.where(scores > -torch.inf, codes, -1), scores
@@ -299,7 +299,7 @@ class LiGR(Ranker):
     def _next_item_head(self) -> NextItemHead:
         name = str(self.schema.roles.item)
         if name not in self.schema.history:
-            raise ValueError(f"LiGR: the history must have the items' field {name!r} to predict the next of them.")
+            raise ValueError(f"LiGR: the history must have the items' field {name!r} to predict the next item.")
         field = self.tokens.field_tokens(name)
         return NextItemHead(field.table, None if isinstance(field.project, nn.Identity) else field.project.weight)
 

@@ -44,7 +44,7 @@ class FieldTokens(nn.Module):
         self.query: nn.Parameter | None = None
         if isinstance(field, (Id, Ids)):
             if isinstance(field, Id) and field.hash != "mod":
-                raise ValueError(f"LiGR: hash of an Id must be 'mod', got {field.hash!r}, which LiRank reads.")
+                raise ValueError(f"LiGR: hash of an Id must be 'mod', got {field.hash!r}, which only LiRank reads.")
             dim = field.dim or width
             self.table = nn.Parameter(STD * torch.randn(field.rows, dim))
             with torch.no_grad():

@@ -111,7 +111,7 @@ class Pairs(nn.Module):
         self.others = nn.ModuleList(nn.Linear(w, width) for w in others)
         self.count = len(self.vectors) + len(others)
         if self.count < 2:
-            raise ValueError(f"LiRank: blocks: {block} must read two vectors or more, which have a product, got one.")
+            raise ValueError(f"LiRank: blocks: {block} must read two vectors or more to multiply, got one.")
         self.up = nn.Linear(width if self.kind == "fm" else self.count * (self.count - 1) // 2, block.width)
         i, j = torch.triu_indices(self.count, self.count, 1)
         self.register_buffer("pairs", i * self.count + j, persistent=False)

@@ -61,10 +61,10 @@ def check_classes(data: BatchSource, batch_options: BatchOptions, what: str = "d
         y = torch.cat([part[name] for part in parts])
         many, y = len(y), y[~y.isnan()]
         if many and not len(y):
-            raise ValueError(f"{NAME}: {what} must have values of label {name!r}, got none in {many:,} rows.")
+            raise ValueError(f"{NAME}: {what} must have values for label {name!r}, got none in {many:,} rows.")
         if len(y) and bool((y == y[0]).all()):
             raise ValueError(
-                f"{NAME}: {what} must have both classes of label {name!r}, got {y[0].item():g} in all {len(y):,} rows."
+                f"{NAME}: {what} must have both classes for label {name!r}, got {y[0].item():g} in all {len(y):,} rows."
             )
 
 

@@ -85,7 +85,7 @@ class LiRankConfig:
                 f"{self.layers}, {self.rank} and {self.temperature}."
             )
         if self.cross == "residual" and self.rank is None:
-            raise ValueError("LiRank: cross 'residual' needs a rank, the numbers that attend to each other; got None.")
+            raise ValueError("LiRank: cross 'residual' needs rank, how many numbers attend to each other; got None.")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON options; `LiRankConfig(**options)` reads them."""

@@ -43,7 +43,7 @@ def parse_blocks(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]
     """
     if isinstance(told, (str, Mapping)) or not isinstance(told, Sequence) or not told:
         raise ValueError(
-            "LiRank: blocks must be a list of blocks, such as {'kind': 'mlp', 'width': 64, 'inputs': [0]}: without one "
+            "LiRank: blocks must be a list of blocks, such as {'kind': 'mlp', 'width': 64, 'inputs': [0]}: otherwise "
             f"no path leads from the features to the towers; got {told!r}."
         )
     result = tuple(_block(number, one) for number, one in enumerate(told, 1))
@@ -54,16 +54,18 @@ def parse_blocks(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"{said} must have a positive width, got {width!r}.")
         if not inputs:
-            raise ValueError(f"{said} must read the features, 0, or a block before it: no path leads to it, got [].")
+            raise ValueError(
+                f"{said} must read the features, 0, or an earlier block (else no path leads to the block), got []."
+            )
         for n in inputs:
             if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < number:
                 raise ValueError(
-                    f"{said} must read the features, 0, or a block before it, from 1 to {number - 1}, got {n!r}."
+                    f"{said} must read the features, 0, or an earlier block, from 1 to {number - 1}, got {n!r}."
                     if number > 1
-                    else f"{said} is the first and can read the features alone, 0, got {n!r}."
+                    else f"{said} is the first and can read only the features, 0, got {n!r}."
                 )
         if len(set(inputs)) < len(inputs):
-            raise ValueError(f"{said} must read each of its inputs once, got {list(inputs)}.")
+            raise ValueError(f"{said} must read each input once, got {list(inputs)}.")
     return result
 
 

@@ -91,7 +91,7 @@ class Inputs(nn.Module):
         self.fields = {side: {n: f for n, f in sides[side].items() if not isinstance(f, Text)} for side in SIDES}
         self.names = {side: list(self.fields[side]) for side in SIDES}
         if not any(self.names.values()):
-            raise ValueError("LiRank: the schema must have a field to read beside texts, got none.")
+            raise ValueError("LiRank: the schema must have a field that is not text, got none.")
         widths: dict[int, dict[str, list[Column]]] = {}
         self.numbers: dict[str, list[str]] = {side: [] for side in SIDES}
         for side, fields in self.fields.items():

@@ -47,7 +47,7 @@ class LiRank(Ranker):
     def __init__(self, schema: Schema, config: LiRankConfig = LiRankConfig()) -> None:
         super().__init__(schema, config)
         if not self.labels:
-            raise ValueError("LiRank: the schema must name labels, which it learns, got none; name them by labels=….")
+            raise ValueError("LiRank: the schema must name labels to learn, got none; name labels by labels=….")
         self.inputs = Inputs(schema, config.width, config.bits)
         wide = self.inputs.width
         self.cross: CrossLayers | None = None
@@ -174,7 +174,7 @@ class LiRank(Ranker):
         Raises: ValueError for 8-bit tables, which have no gradients.
         """
         if self.config.bits == 8:
-            raise ValueError("LiRank: tables of 8 bits cannot be trained; train first, and compress then.")
+            raise ValueError("LiRank: 8-bit tables cannot be trained; train first, then compress.")
         for tables in self.tables():
             tables.grad = grad
         return [tables.weight for tables in self.tables()]
@@ -207,6 +207,6 @@ def _count_segments(schema: Schema, name: str) -> int:
     if not isinstance(field, Id) or field.hash != "mod":
         known = [one for one, of in readable.items() if isinstance(of, Id)]
         raise ValueError(
-            f"LiRank: calibrate must be True, False or the name of a field Id, got {name!r}; {nearest(name, known)}"
+            f"LiRank: calibrate must be True, False or an Id field's name, got {name!r}; {nearest(name, known)}"
         )
     return field.rows

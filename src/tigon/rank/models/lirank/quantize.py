@@ -20,7 +20,7 @@ def quantize_tables(ranker: LiRank) -> LiRank:
     Raises: ValueError for 8-bit tables, and for numbers outside fp16's range.
     """
     if ranker.config.bits == 8:
-        raise ValueError("rank.quantize_tables: tables must have 32 bits, got tables of 8 bits.")
+        raise ValueError("rank.quantize_tables: tables must have 32 bits, got 8-bit tables.")
     made = type(ranker)(ranker.schema, dataclasses.replace(ranker.config, bits=8))
     made.to(ranker.device)
     tables = [f"{name}.weight" for name, module in ranker.named_modules() if module in ranker.tables()]

@@ -57,10 +57,10 @@ def fit_calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Cal
     s, y = scores.detach().double().cpu(), labels.detach().double().cpu()
     if not len(y) or bool((y == y[0]).all()):
         got = "no rows" if not len(y) else f"{len(y)} rows that are all {y[0]:g}"
-        raise ValueError(f"{NAME}: a calibration needs rows of both classes, got {got}.")
+        raise ValueError(f"{NAME}: a calibration needs rows from both classes, got {got}.")
     others = y[(y != 0) & (y != 1)]
     if kind == "platt" and len(others):
-        raise ValueError(f"{NAME}: a platt calibration needs labels of 0 and 1, got {others[0]:g}.")
+        raise ValueError(f"{NAME}: a platt calibration needs labels 0 and 1, got {others[0]:g}.")
     return _platt(s, y) if kind == "platt" else _isotonic(s, y)
 
 

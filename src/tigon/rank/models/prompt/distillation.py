@@ -43,5 +43,5 @@ def check_teacher(student: PromptRanker, teacher: PromptRanker) -> None:
         if other is None or dict(other.answers) != dict(task.answers):
             got = "has no such task" if other is None else f"has {dict(other.answers)}"
             raise ValueError(
-                f"{NAME}: the teacher must have task {name} with the answers {dict(task.answers)}; it {got}."
+                f"{NAME}: the teacher must have task {name} with the answers {dict(task.answers)}; the teacher {got}."
             )

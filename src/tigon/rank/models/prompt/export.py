@@ -89,8 +89,8 @@ def _delimiter(ranker: PromptRanker, used: set[int]) -> int:
     if spare:
         return spare[0]
     raise ValueError(
-        f"{NAME}: the tokenizer must have a special token that no prompt uses, for the delimiter; it has "
-        f"{len(special)}, all in use. Add one by tokenizer.add_special_tokens and resize the model's embedding."
+        f"{NAME}: the tokenizer must have a special token that no prompt uses, for the delimiter; the tokenizer has "
+        f"{len(special)}, all in use. Add a token by tokenizer.add_special_tokens and resize the model's embedding."
     )
 
 

@@ -80,7 +80,7 @@ class PromptRanker(nn.Module):
         tokens = sorted({token for own in self.encoder.answers.values() for token in own})
         width = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         if tokens[-1] >= width:
-            raise ValueError(f"{NAME}: the head has {width} classes, and an answer begins with token {tokens[-1]}.")
+            raise ValueError(f"{NAME}: the head has {width} classes, but an answer begins with token {tokens[-1]}.")
         self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
         self.columns = [[tokens.index(token) for token in own] for own in self.encoder.answers.values()]
 
@@ -219,7 +219,7 @@ class PromptRanker(nn.Module):
     def iterate_requests(self, requests: Any) -> Iterable[Request]:
         """Requests from a list of `Request`, or from `rank.Impressions`."""
         if isinstance(requests, Request):
-            raise ValueError(f"{NAME}: requests must be a list of Request, got one.")
+            raise ValueError(f"{NAME}: requests must be a list of Request, got a single Request.")
         if hasattr(requests, "batches"):
             return Requests(requests, self.prompt)
         out: Iterable[Request] = requests
@@ -287,7 +287,7 @@ class PromptRanker(nn.Module):
         try:
             calibrations = {name: Calibration.from_json(one) for name, one in told["calibration"].items()}
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise DamagedFileError(f"{place / SETTINGS} has no calibration that can be read: {error}") from error
+            raise DamagedFileError(f"{place / SETTINGS} has no readable calibration: {error}") from error
         try:
             if (place / "adapter_config.json").is_file():
                 from peft import AutoPeftModelForCausalLM
@@ -300,7 +300,7 @@ class PromptRanker(nn.Module):
             raise
         except Exception as error:  # whatever transformers raises for damaged files
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DamagedFileError(f"{place} holds no model that can be loaded: {said}") from error
+            raise DamagedFileError(f"{place} holds no loadable model: {said}") from error
         ranker = cls(model, tokenizer, prompt, prefix_len=told["prefix_len"])
         ranker.calibration = calibrations
         return ranker.to(device).eval()

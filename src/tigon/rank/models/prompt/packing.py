@@ -146,8 +146,8 @@ class Encoder:
             prefix += self.line(prompt.render("profile", request.profile))
         if len(prefix) > self.prefix_len:
             raise ValueError(
-                f"{NAME}: instruction and profile take {len(prefix)} tokens, and prefix_len is {self.prefix_len}; only "
-                "events can be left out."
+                f"{NAME}: instruction and profile take {len(prefix)} tokens, but prefix_len is {self.prefix_len}; only "
+                "events can be dropped."
             )
         kept: list[list[int]] = []
         room = self.prefix_len - len(prefix)
@@ -164,9 +164,9 @@ class Encoder:
             room = self.positions - longest
             todo = f"prefix_len must be at most {room}, got {self.prefix_len}"
             if room < 1:
-                todo = "shorten what candidate and question say"
+                todo = "shorten the candidate and question templates"
             raise ValueError(
-                f"{NAME}: a prefix of {len(prefix)} tokens and a suffix of {longest} are more than the model's "
+                f"{NAME}: a prefix of {len(prefix)} tokens and a suffix of {longest} exceed the model's "
                 f"{self.positions} positions; {todo}."
             )
         labels, teacher = self._targets(request, labelled)
@@ -237,7 +237,7 @@ class Encoder:
         if len(set(result)) < len(result):
             name = self.tokenizer.convert_ids_to_tokens
             shown = ", ".join(f"{a!r} with {name(i)!r} ({i})" for a, i in zip(answers, result, strict=True))
-            raise ValueError(f"{NAME}: the answers of task {task} must begin with different tokens, and begin {shown}.")
+            raise ValueError(f"{NAME}: the answers of task {task} must begin with different tokens, but begin {shown}.")
         return result
 
 

@@ -56,7 +56,7 @@ def read_impressions(
     try:
         roles = find_roles(rows, {**prompt.columns, "labels": labels, "action": ()}, events)
     except ValueError as error:
-        raise ValueError(f"{error} Name it in the prompt's columns.") from None
+        raise ValueError(f"{error} Name the column in the prompt's columns.") from None
     tables = gather_tables(rows, events, items, users, roles)
     schema = _schema(prompt, tables, roles, labelled)
     # Keep history keywords, so that a split can check the history.
@@ -83,14 +83,14 @@ def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Sch
         prompt.check_columns(part, {*tables.rows, *tables.columns("items")})
     for task in prompt.tasks.values():
         if labelled and task.read.column not in tables.rows:
-            tables.column("rows", task.read.column, f"of which the label of task {task.name} is made")
+            tables.column("rows", task.read.column, f"the label column for task {task.name}")
     said = prompt.columns_in("event") - {AGO} if tables.history is not None else set()
     if tables.history is not None:
         prompt.check_columns("event", {*tables.columns("history"), *tables.columns("items")} - {str(roles.time)})
     shown = prompt.columns_in("candidate", *questions)
     if roles.item is None:
         raise ValueError(
-            f"{NAME}: candidates are items; name their column by item=…, there are {', '.join(map(repr, tables.rows))}."
+            f"{NAME}: candidates need an item column, by item=…; there are {', '.join(map(repr, tables.rows))}."
         )
     item = Id(side="item", history=tables.history is not None)
     fields: dict[str, Field] = {roles.item: _with_vocabulary(tables, roles.item, item, ("rows", "history", "items"))}
@@ -117,7 +117,7 @@ def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Sch
 def _check_free(fields: dict[str, Field], name: str) -> None:
     if name in fields:
         raise ValueError(
-            f"{NAME}: {name!r} is named for requests and for their candidates or events; it can belong to one of them."
+            f"{NAME}: {name!r} is used for requests and for candidates or events; a column can belong to only one side."
         )
 
 
@@ -248,7 +248,7 @@ def _teacher_probabilities(task: str, values: list[float], p: float | None) -> l
     """All answers' probabilities from a teacher's probability for answer 1."""
     if set(values) != {0.0, 1.0}:
         raise ValueError(
-            f"{NAME}: column {TEACHER + task!r} is a teacher's probability, and task {task} has other answers."
+            f"{NAME}: column {TEACHER + task!r} is a teacher's probability, but task {task} has other answers."
         )
     if p is not None and not 0 <= p <= 1:
         raise ValueError(f"{NAME}: column {TEACHER + task!r} must hold probabilities from 0 to 1, got {p!r}.")

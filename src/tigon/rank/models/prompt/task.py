@@ -64,7 +64,7 @@ class Task:
             raise ValueError(f"{where}: weight must be a positive number, got {self.weight!r}.")
         object.__setattr__(self, "read", Label.parse(where, self.name if self.label is None else self.label))
         if self.read.compares and not {0, 1} <= set(self.answers.values()):
-            raise ValueError(f"{where}: its label is a comparison, so answers must have the values 1 and 0.")
+            raise ValueError(f"{where}: the label is a comparison, so answers must have the values 1 and 0.")
 
     def to_dict(self) -> dict[str, Any]:
         """The task's entry in prompt.yaml."""
@@ -85,7 +85,7 @@ class Task:
             return None
         if value not in self.values:
             raise ValueError(
-                f"{NAME}: task {self.name}: label {self.read.text!r} is {value:g} in a row, and no answer has this "
+                f"{NAME}: task {self.name}: label {self.read.text!r} is {value:g} in a row, but no answer has this "
                 f"value; the answers have {', '.join(f'{one:g}' for one in self.values)}."
             )
         return self.values.index(value)
@@ -116,7 +116,7 @@ class Label:
             if kind in COMPARE and (number or (isinstance(value, str) and not minus)):
                 return cls(where, str(text), node.left.id, kind, -value if minus else value)  # type: ignore[operator]
         raise ValueError(
-            f"{where}: label must be a column, or one compared with a number or a text, as in 'rating >= 4', got "
+            f"{where}: label must be a column, or a comparison with a number or a text, as in 'rating >= 4', got "
             f"{text!r}."
         )
 
@@ -138,7 +138,7 @@ class Label:
                 value = float(value)
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"{self.where}: label {self.text!r} wants numbers, and column {self.column!r} holds {value!r}."
+                    f"{self.where}: label {self.text!r} needs numbers, but column {self.column!r} holds {value!r}."
                 ) from None
         return float(value) if self.compare is None else float(self.compare(value, other))
 

@@ -74,19 +74,21 @@ class Prompt:
         for part in ("candidate", "event"):
             found = self.templates.get(part)
             if found is not None and not found.columns - {AGO}:
-                raise ValueError(f"{NAME}: {part} names no column, so that all would read alike: {found.text!r}.")
+                raise ValueError(
+                    f"{NAME}: {part} must name a column, or all texts would be identical, got {found.text!r}."
+                )
         if named := self.templates["instruction"].columns:
             raise ValueError(
-                f"{NAME}: instruction must name no column, as it is the same for all requests, got {sorted(named)}; "
-                "columns of the request belong into the profile."
+                f"{NAME}: instruction must name no column, as all requests share the instruction, got {sorted(named)}; "
+                "request columns belong in the profile."
             )
         for task in tasks.values():
             for part in ("profile", "candidate", task.name):
                 if part in self.templates and task.read.column in self.templates[part].columns:
                     what = f"the question of task {part}" if part == task.name else f"the {part}"
                     raise ValueError(
-                        f"{NAME}: {what} names {task.read.column!r}, of which the label of task {task.name} is made: "
-                        "the prompt would tell the answer."
+                        f"{NAME}: {what} names {task.read.column!r}, the label column for task {task.name}: "
+                        "the prompt would reveal the answer."
                     )
 
     @cached_property
@@ -95,7 +97,7 @@ class Prompt:
         result = {part: Template(part, text) for part in PARTS if (text := getattr(self, part)) is not None}
         for task in self.tasks.values():
             if task.name in PARTS:
-                raise ValueError(f"{NAME}: a task cannot be called {task.name!r}, as a part of the prompt is.")
+                raise ValueError(f"{NAME}: a task cannot be named {task.name!r}, a prompt part's name.")
             result[task.name] = Template(f"the question of task {task.name}", task.question)
         return result
 
@@ -108,7 +110,7 @@ class Prompt:
         known = set(known) | ({AGO} if part == "event" else set())
         for column in sorted(self.columns_in(part) - known):
             raise ValueError(
-                f"{NAME}: {part} names {column!r}, and there is no such column; {nearest(column, sorted(known))}"
+                f"{NAME}: {part} names {column!r}, but there is no such column; {nearest(column, sorted(known))}"
             )
 
     def render(self, part: str, row: Mapping[str, Any]) -> str:
@@ -198,7 +200,7 @@ class Template:
         try:
             tree = environment.parse(text)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{NAME}: {part} is no template ({error.message}): {text!r}.") from None
+            raise ValueError(f"{NAME}: {part} is not a valid template ({error.message}): {text!r}.") from None
         allowed = (
             nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.Filter, nodes.Keyword,
             nodes.If, nodes.CondExpr, nodes.Test, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not,
@@ -206,7 +208,9 @@ class Template:
         )  # fmt: skip
         for node in tree.find_all(nodes.Node):
             if isinstance(node, nodes.For):
-                raise ValueError(f"{NAME}: {part} must not loop, as events and candidates come one by one: {text!r}.")
+                raise ValueError(
+                    f"{NAME}: {part} must not loop; events and candidates are rendered separately: {text!r}."
+                )
             if isinstance(node, nodes.Filter):
                 _check_filter(part, node)
             if not isinstance(node, allowed):
@@ -224,11 +228,11 @@ class Template:
         except jinja2.UndefinedError:
             missing = sorted(self.columns - set(row))
             raise ValueError(
-                f"{NAME}: {self.part} names {missing[0] if missing else '?'!r}, and there is no such column; "
+                f"{NAME}: {self.part} names {missing[0] if missing else '?'!r}, but there is no such column; "
                 f"{nearest(missing[0], sorted(row)) if missing else ''}"
             ) from None
         except Exception as error:  # a filter may reject the value
-            raise ValueError(f"{NAME}: {self.part} cannot be written ({error}): {self.text!r}.") from None
+            raise ValueError(f"{NAME}: {self.part} cannot be rendered ({error}): {self.text!r}.") from None
         return str(text).strip()
 
 
@@ -253,7 +257,7 @@ def _environment() -> Any:
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             # A text times a number, or a format string, can have any length.
             if not all(isinstance(side, (int, float)) for side in (left, right)):
-                raise SecurityError(f"{operator} wants numbers, got {left!r} and {right!r}")
+                raise SecurityError(f"{operator} needs numbers, got {left!r} and {right!r}")
             return super().call_binop(context, operator, left, right)
 
     return Environment(undefined=jinja2.StrictUndefined, finalize=to_text, autoescape=False)
