@@ -159,7 +159,7 @@ def test_a_compressed_model_fuses_trains_and_takes_adapters():
 def test_shared_layers_are_skipped_and_named():
     model = llama()
     model.model.layers[1].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight
-    with pytest.raises(ValueError, match=r"no feed-forward layer that can be changed \(model.layers.0.mlp: .*tied"):
+    with pytest.raises(ValueError, match=r"no feed-forward layer that can be compressed \(model.layers.0.mlp: .*tied"):
         compress.feed_forward(model, IDS, budget=0.5)
     model = llama(num_hidden_layers=3)
     model.model.layers[1].mlp = model.model.layers[0].mlp
@@ -177,8 +177,8 @@ def test_adapters_hooks_and_what_was_compressed_before_are_skipped_and_named():
     model = llama()
     model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda *_: None)
     found = compress.feed_forward(model, IDS, budget=0.3)
-    assert [one.reason for one in found.skipped] == ["it has hooks"]
-    with pytest.raises(ValueError, match="compressed before"):
+    assert [one.reason for one in found.skipped] == ["the layer has hooks"]
+    with pytest.raises(ValueError, match="already compressed"):
         compress.feed_forward(model, IDS, budget=0.3)
 
 
@@ -206,14 +206,14 @@ def test_other_classes_other_activations_and_experts_are_skipped_and_named():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"budget": 1.4}, r"budget must be a share of the bytes .* above 0 and at most 1, got 1.4\."),
-        ({"budget": 0}, "budget must be a share"),
-        ({}, "budget must be a share of the bytes .* got None"),
-        ({"budget": float("nan")}, "budget must be a share"),
+        ({"budget": 1.4}, r"budget must be a fraction of the .* present bytes, above 0 and at most 1, got 1.4\."),
+        ({"budget": 0}, "budget must be a fraction"),
+        ({}, "budget must be a fraction of the .* present bytes, .* got None"),
+        ({"budget": float("nan")}, "budget must be a fraction"),
         ({"budget": 0.01}, r"budget must be at least 0\.0\d+ for bits, which cannot make the layers smaller, got 0.01"),
         ({"budget": 0.5, "method": "bit"}, r"method must be one of bits, .*, got 'bit'; did you mean 'bits'\?"),
-        ({"budget": 0.5, "method": compress.Bits()}, r"budget must be left out where method is Bits\(…\), got 0.5"),
-        ({"budget": 0.5, "recover": -1}, "recover must be a number of steps, 0 or more, got -1"),
+        ({"budget": 0.5, "method": compress.Bits()}, r"budget must be left out when method is Bits\(…\), got 0.5"),
+        ({"budget": 0.5, "recover": -1}, "recover must be a step count, 0 or more, got -1"),
     ],
 )
 def test_options_out_of_range_get_a_sentence(options, sentence):
@@ -221,24 +221,24 @@ def test_options_out_of_range_get_a_sentence(options, sentence):
         compress.feed_forward(llama(), IDS, **options)
     with pytest.raises(ValueError, match=r"Bits: heavy must be one of 2, 3, 4, 5, 6, 8, got 7"):
         compress.Bits(7, 3)
-    with pytest.raises(ValueError, match="share must be from 0 to 1"):
+    with pytest.raises(ValueError, match="share must be a fraction of the neurons from 0 to 1"):
         compress.Bits(4, 3, 1.5)
 
 
 def test_too_little_calibration_says_how_much_is_needed():
     model = llama()
-    with pytest.raises(ValueError, match=r"64 tokens of calibration are too few .* give at least 256"):
+    with pytest.raises(ValueError, match=r"64 calibration tokens are too few .* give at least 256"):
         compress.feed_forward(model, IDS[:1], budget=0.5)
-    with pytest.raises(ValueError, match=r"320 tokens cannot fix the second moment of 128 inputs; give 512.*than rank"):
+    with pytest.raises(ValueError, match=r"320 tokens cannot determine .* of 128 inputs; give 512.*than rank"):
         compress.feed_forward(model, IDS[:5], method="rank", budget=0.5)
     found = compress.feed_forward(model, IDS[:5], method="auto", budget=0.5)
     assert found.notes[0].startswith("rank and svd were not tried: 320 tokens")
     for nothing in ([], torch.zeros(0, 4, dtype=torch.long)):
         with pytest.raises(ValueError, match="calibration must hold text, got none"):
             compress.feed_forward(model, nothing, budget=0.5)
-    with pytest.raises(ValueError, match="needs tokenizer="):
+    with pytest.raises(ValueError, match="pass tokenizer="):
         compress.feed_forward(model, ["text"], budget=0.5)
-    with pytest.raises(ValueError, match="texts, token ids or batches of the model, got a list of int"):
+    with pytest.raises(ValueError, match="texts, token ids or model batches, got a list of int"):
         compress.feed_forward(model, [1, 2], budget=0.5)
 
 
@@ -261,8 +261,8 @@ def test_a_low_rank_keeps_as_many_rows_as_it_needs(tokens, monkeypatch):
     ("name", "value", "sentence"),
     [
         ("model.layers.1.input_layernorm.weight", math.nan, r"not finite .* at model.layers.1.self_attn.q_proj"),
-        ("model.layers.1.mlp.down_proj.weight", 1e6, r"weights of model.layers.1.mlp must be finite and within ±65504"),
-        ("lm_head.weight", math.nan, "answers to the calibration are not finite"),
+        ("model.layers.1.mlp.down_proj.weight", 1e6, r"weights in model.layers.1.mlp must be finite and within ±65504"),
+        ("lm_head.weight", math.nan, "outputs for the calibration are not finite"),
     ],
 )
 def test_numbers_that_are_not_finite_are_named(name, value, sentence):
@@ -317,7 +317,7 @@ def test_the_plan_is_the_best_of_all_plans():
     assert plan(layers, 7, weights) is None
     assert [c.bytes for c in plan(layers, 8, [0.0] * 4)] == [2] * 4
     layers[1][2] = Candidate("bits", 1, None, 0, 9, math.nan)
-    with pytest.raises(ValueError, match=r"errors must be finite .* one of layer 1 is not"):
+    with pytest.raises(ValueError, match=r"errors must be finite, got .* for layer 1"):
         plan(layers, 28, weights)
 
 

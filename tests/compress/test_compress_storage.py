@@ -72,7 +72,7 @@ def test_a_module_of_your_own_is_saved_and_loaded_into_a_new_one(tmp_path):
     torch.manual_seed(0)
     model, ids = Own(), torch.randint(50, (8, 40))
     report = compress.feed_forward(model, ids, method=compress.Bits(6, 4))
-    assert report.unit == "of the mean square of its answers"
+    assert report.unit == "times the mean square output"
     compress.embeddings(model)
     compress.save(model, tmp_path)
     opened = compress.load(tmp_path, Own())
@@ -87,14 +87,14 @@ def test_a_module_of_your_own_is_saved_and_loaded_into_a_new_one(tmp_path):
 
 
 def test_folders_that_are_not_compressed_get_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="nothing in the model is compressed"):
+    with pytest.raises(ValueError, match="the model has no compressed layers"):
         compress.save(Own(), tmp_path)
-    with pytest.raises(ValueError, match=r"has no config.json; give model="):
+    with pytest.raises(ValueError, match=r"has no config.json; pass model="):
         compress.load(tmp_path)
     with pytest.raises(ValueError, match=r"has no compress.json"):
         compress.load(tmp_path, Own())
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is not compressed by Tigon; open it by from_pretrained"):
+    with pytest.raises(ValueError, match="is not compressed by Tigon; use from_pretrained"):
         compress.load(tmp_path)
 
 

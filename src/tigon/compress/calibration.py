@@ -43,7 +43,7 @@ def make_batches(model: nn.Module, calibration: Any, tokenizer: Any, *, name: st
             batches = [dict(item) for item in items]
         else:
             raise ValueError(
-                f"{name}: calibration must be texts, token ids or batches of the model, got a list of "
+                f"{name}: calibration must be texts, token ids or model batches, got a list of "
                 f"{type(items[0]).__name__}."
             )
     if not batches:
@@ -61,7 +61,7 @@ def _check_ids(model: Any, ids: Any, name: str) -> None:
     least, most = int(ids.min()), int(ids.max())
     if not 0 <= least <= most < rows:
         raise ValueError(
-            f"{name}: calibration must have token ids from 0 to {rows - 1:,}, the vocabulary, got "
+            f"{name}: calibration must have token ids in the vocabulary, 0 to {rows - 1:,}, got "
             f"{least if least < 0 else most:,}."
         )
 
@@ -69,7 +69,7 @@ def _check_ids(model: Any, ids: Any, name: str) -> None:
 def _tokenize(model: Any, texts: list[str], tokenizer: Any, name: str) -> list[Batch]:
     """Windows over each text, grouped by length, since padding would count as text."""
     if tokenizer is None:
-        raise ValueError(f"{name}: calibration of texts needs tokenizer=, the model's.")
+        raise ValueError(f"{name}: texts as calibration need the model's tokenizer: pass tokenizer=.")
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or LENGTH
     around = tokenizer("")["input_ids"]  # tokens added around every text
     room = max(1, min(LENGTH, limit) - len(around))
@@ -132,8 +132,8 @@ def record_inputs(
     bad = next((layer.name for layer in layers if not bool(torch.isfinite(rows[layer.down]).all())), None)
     if bad is not None:
         raise ValueError(
-            f"{NAME}: the calibration gives numbers that are not finite (NaN or infinite) at {bad}; check the weights "
-            "before it, and the dtype."
+            f"{NAME}: the calibration produces values that are not finite (NaN or infinity) at {bad}; check the "
+            "weights before this layer, and the dtype."
         )
     return rows
 
@@ -157,13 +157,13 @@ class OutputDistance:
             self.before.append((top, ids))
             if not bool(torch.isfinite(top).all()):
                 raise ValueError(
-                    f"{NAME}: the model's answers to the calibration are not finite (NaN or infinite); check its "
-                    "weights, and the dtype."
+                    f"{NAME}: the model's outputs for the calibration are not finite (NaN or infinity); check the "
+                    "weights and the dtype."
                 )
 
     @property
     def unit(self) -> str:
-        return "nats a token" if self.is_nats else "of the mean square of its answers"
+        return "nats per token" if self.is_nats else "times the mean square output"
 
     def _compute(self, batch: Batch) -> Tensor:
         """The model's output in fp32: log probabilities for token predictions."""

@@ -97,8 +97,8 @@ class Layer:
         for weight in (*self.rows, self.down):
             if not bool((weight.abs() <= LARGEST).all()):  # NaN fails this check too
                 raise ValueError(
-                    f"feed_forward: the weights of {self.feed_forward.name} must be finite and within ±65504, got "
-                    "others (NaN, infinite or larger)."
+                    f"feed_forward: the weights in {self.feed_forward.name} must be finite and within ±65504, got NaN, "
+                    "infinity or larger values."
                 )
 
     def _sort(self, order: Tensor) -> None:

@@ -59,8 +59,7 @@ def feed_forward(
     tokens = sum(map(data.count_tokens, batches))
     if tokens < LEAST:
         raise ValueError(
-            f"feed_forward: {tokens:,} tokens of calibration are too few to tell heavy neurons from others; give at "
-            f"least {LEAST}."
+            f"feed_forward: {tokens:,} calibration tokens are too few to identify heavy neurons; give at least {LEAST}."
         )
     with _evaluation_mode(model):
         first = {k: v[:1] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in batches[0].items()}
@@ -100,8 +99,8 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def _explain_no_layers(skipped: Sequence[Skipped]) -> str:
     reasons = "; ".join(f"{row.name}: {row.reason}" for row in skipped[:3])
-    return "feed_forward: the model has no feed-forward layer that can be changed" + (
-        f" ({reasons})." if reasons else ": no input of a linear layer is an activation of the results of those before."
+    return "feed_forward: the model has no feed-forward layer that can be compressed" + (
+        f" ({reasons})." if reasons else ": no linear layer takes the activation of an earlier linear layer as input."
     )
 
 
@@ -128,11 +127,11 @@ class _Compressor:
         if rows >= need:
             return list(NAMES)
         sentence = (
-            f"{rows:,} tokens cannot fix the second moment of {self.widest:,} inputs; give {need:,}, 4 times as many "
-            "as there are neurons"
+            f"{rows:,} tokens cannot determine the second moment of {self.widest:,} inputs; give {need:,}, 4 times the "
+            "number of neurons"
         )
         if self.method in ("rank", "svd"):
-            raise ValueError(f"feed_forward: {sentence}, or take another method than {self.method}.")
+            raise ValueError(f"feed_forward: {sentence}, or use a method other than {self.method}.")
         self.notes.append(f"rank and svd were not tried: {sentence}.")
         return ["bits", "prune"]
 
@@ -148,7 +147,7 @@ class _Compressor:
         possible = {method: chosen for method, chosen in plans.items() if chosen is not None}
         if name not in possible and (name != "auto" or not possible):
             if name == "auto":
-                raise ValueError(f"feed_forward: no method can make the layers so small: got a budget of {budget}.")
+                raise ValueError(f"feed_forward: no method can make the layers small enough: got budget {budget}.")
             least = count_least_bytes(rows[name]) / sum(self.sizes)
             raise ValueError(
                 f"feed_forward: budget must be at least {least:.3f} for {name}, which cannot make the layers smaller, "

@@ -28,7 +28,7 @@ def embeddings(model: nn.Module, *, bits: int = 8) -> Report:
     Source: Borisyuk et al. 2024, LiRank, https://arxiv.org/abs/2402.06859
     """
     if bits != 8:
-        raise ValueError(f"embeddings: bits must be 8, the width that rows are stored in, got {bits}.")
+        raise ValueError(f"embeddings: bits must be 8, the width of stored rows, got {bits}.")
     rows, skipped, new = [], [], {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
@@ -39,7 +39,7 @@ def embeddings(model: nn.Module, *, bits: int = 8) -> Report:
             continue
         weight = module.weight.detach()
         if not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"embeddings: the table {name} must be finite, got NaN or infinite numbers.")
+            raise ValueError(f"embeddings: the table {name} must be finite, got NaN or infinity.")
         layer = new[name] = ByteEmbedding.quantize(weight).train(module.training)
         error = (layer.weight.double() - weight).square().sum() / weight.double().square().sum().clamp_min(1e-30)
         size, before = layer.codes.numel() + 2 * layer.scales.numel(), weight.numel() * weight.element_size()
@@ -53,11 +53,11 @@ def embeddings(model: nn.Module, *, bits: int = 8) -> Report:
 
 def _find_obstacle(model: nn.Module, module: Any) -> str | None:
     if type(module) is not nn.Embedding:
-        return f"it is a {type(module).__name__}, which may read rows in its own way"
+        return f"a {type(module).__name__} may look up rows differently"
     if type(module.weight) not in (Tensor, nn.Parameter):
-        return f"its weight is {type(module.weight).__name__}: quantised or sharded"
+        return f"the weight is {type(module.weight).__name__}: quantised or sharded"
     if sum(p is module.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
-        return "its weight is tied: another layer has the same"
+        return "the weight is tied to another layer"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        return "it renorms its rows, or is trained sparsely"
+        return "max_norm, scale_grad_by_freq or sparse is set"
     return None

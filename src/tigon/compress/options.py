@@ -36,7 +36,7 @@ class Bits:
                     f"Bits: {name} must be one of {', '.join(map(str, WIDTHS))}, got {getattr(self, name)}."
                 )
         if not 0 <= self.share <= 1:
-            raise ValueError(f"Bits: share must be from 0 to 1, a share of the neurons, got {self.share}.")
+            raise ValueError(f"Bits: share must be a fraction of the neurons from 0 to 1, got {self.share}.")
 
 
 def check_method(method: Any, budget: Any, recover: Any) -> None:
@@ -49,11 +49,11 @@ def check_method(method: Any, budget: Any, recover: Any) -> None:
         raise kind(f"feed_forward: method must be one of {', '.join(known)}, Bits(…), got {method!r}{meant}")
     if isinstance(method, Bits):
         if budget is not None:
-            raise ValueError(f"feed_forward: budget must be left out where method is Bits(…), got {budget}.")
+            raise ValueError(f"feed_forward: budget must be left out when method is Bits(…), got {budget}.")
     elif not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget <= 1:
         raise ValueError(
-            "feed_forward: budget must be a share of the bytes that the feed-forward layers take now, above 0 and at "
-            f"most 1, got {budget}."
+            "feed_forward: budget must be a fraction of the feed-forward layers' present bytes, above 0 and at most "
+            f"1, got {budget}."
         )
     if not isinstance(recover, int) or recover < 0:
-        raise ValueError(f"feed_forward: recover must be a number of steps, 0 or more, got {recover}.")
+        raise ValueError(f"feed_forward: recover must be a step count, 0 or more, got {recover}.")

@@ -27,8 +27,8 @@ def plan(layers: Sequence[Sequence[Candidate]], budget: int, weights: Sequence[f
     for place, (row, weight) in enumerate(rows):
         if not all(math.isfinite(weight * c.error) for c in row):
             raise ValueError(
-                f"feed_forward: errors must be finite to be compared, and one of layer {place} is not (NaN or "
-                "infinite): its numbers overflow; give the model in float32."
+                f"feed_forward: errors must be finite, got NaN or infinity for layer {place}: values overflow; load "
+                "the model in float32."
             )
     if count_least_bytes(layers) > budget:
         return None

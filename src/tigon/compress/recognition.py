@@ -100,8 +100,8 @@ def find_feed_forwards(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[l
     bad = next((call.name for call in calls if not bool(torch.isfinite(call.x).all())), None)
     if bad is not None:
         raise ValueError(
-            f"feed_forward: the calibration gives numbers that are not finite (NaN or infinite) at {bad}; check the "
-            "weights before it, and the dtype."
+            f"feed_forward: the calibration produces values that are not finite (NaN or infinity) at {bad}; check the "
+            "weights before this layer, and the dtype."
         )
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -122,7 +122,7 @@ def find_feed_forwards(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[l
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and "down" in key and len(parameter) > 1:
-                skipped[name] = f"it holds {len(parameter)} experts, which see too few tokens each"
+                skipped[name] = f"the layer holds {len(parameter)} experts, and each sees too few tokens"
     return found, list(itertools.starmap(Skipped, skipped.items()))
 
 
@@ -159,7 +159,7 @@ def _match_calls(calls: list[_Call]) -> tuple[list[FeedForward], dict[str, str]]
         # As wide as a feed-forward layer at the same model width: users will look for this layer in the report.
         elif any(c.widths == down.widths[::-1] and c.widths[0] < c.widths[1] for c in before):
             acts = ", ".join(ACTS)
-            skipped[down.name] = f"its input is no {acts} of the layers before it, nor a product of these"
+            skipped[down.name] = f"the input is neither {acts} from earlier layers nor a product with such outputs"
     return list(found.values()), skipped
 
 
@@ -190,16 +190,16 @@ def _list_matches(before: list[_Call], down: _Call) -> Iterator[tuple[float, Fee
 def _find_obstacle(module: nn.Module, is_shared: bool, has_hooks: bool) -> str | None:
     kind = type(module).__name__
     if isinstance(module, SplitLinear):
-        return "it was compressed before"
+        return "the layer is already compressed"
     if hasattr(module, "base_layer"):
-        return f"its {kind} has an adapter; merge it first"
+        return f"the {kind} has an adapter; merge the adapter first"
     if type(module) is not nn.Linear and not is_conv1d(module):
-        return f"its layers are {kind}, which may be quantised or sharded"
+        return f"the layers are {kind}, which may be quantised or sharded"
     weight: Any = module._parameters.get("weight")
     if type(weight) not in (Tensor, nn.Parameter):
-        return f"its weights are {type(weight).__name__}: quantised or sharded"
+        return f"the weights are {type(weight).__name__}: quantised or sharded"
     if not weight.is_floating_point():
-        return f"its weights are {str(weight.dtype).removeprefix('torch.')}: quantised"
+        return f"the weights are {str(weight.dtype).removeprefix('torch.')}: quantised"
     if is_shared:
-        return "its weights are shared with another layer, or tied"
-    return "it has hooks" if has_hooks or "forward" in vars(module) else None
+        return "the weights are shared with another layer, or tied"
+    return "the layer has hooks" if has_hooks or "forward" in vars(module) else None

@@ -101,7 +101,7 @@ class Report:
         Raises: RuntimeError after `forget()`.
         """
         if self._model is None:
-            raise RuntimeError("compress: the layers from before are gone, since forget() was called.")
+            raise RuntimeError("compress: the original layers are gone, since forget() was called.")
         swap_layers(self._model, self._before)
         write_layout(self._model)
         self.forget()
@@ -127,7 +127,7 @@ class Report:
                 f"{row.name[-32:]:<32} {row.method:>7} {row.heavy:>6.1%} {bits:>6} {row.rank or '':>5} "
                 f"{size:>8.2f} {before:>8.2f} {row.error:>9.2e}  {row.score_of_a_tenth:.0%}"
             )
-        lines += ["", f"within the same bytes, on {self.tokens:,} tokens of calibration"]
+        lines += ["", f"within the same bytes, on {self.tokens:,} calibration tokens"]
         for one in self.methods:
             distance = "" if one.distance is None else f", {one.distance:.4g} {self.unit}"
             mark = "→" if one.chosen else " "
@@ -147,13 +147,13 @@ class Report:
         figure = Figure(figsize=(10, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         left.bar(range(len(self.layers)), [row.error for row in self.layers], color="0.45")
-        left.set(xlabel="layer", ylabel="error of its output")
+        left.set(xlabel="layer", ylabel="output error")
         tried = [row for row in self.methods if row.distance is not None]
         rows = tried if len(tried) > 1 else self.methods
         values = [float(row.error if row.distance is None or rows is not tried else row.distance) for row in rows]
         colors = ["tab:orange" if row.chosen else "0.7" for row in rows]
         right.bar([row.name for row in rows], values, color=colors)
-        right.set(ylabel=self.unit if rows is tried else "mean error of the layers' outputs")
+        right.set(ylabel=self.unit if rows is tried else "mean output error over the layers")
         if values and min(values) > 0:
             right.set_yscale("log")
         figure.savefig(path)

@@ -32,7 +32,7 @@ def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
     """
     layout = get_layout(model)
     if not is_compressed(layout):
-        raise ValueError("save: nothing in the model is compressed; save it as it is, or compress it first.")
+        raise ValueError("save: the model has no compressed layers; save directly, or compress first.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
@@ -63,7 +63,7 @@ def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = Fa
     folder = Path(folder)
     if model is not None:
         if not (folder / LAYOUT).is_file():
-            raise ValueError(f"load: {folder} has no {LAYOUT}, so save() has not written it.")
+            raise ValueError(f"load: {folder} has no {LAYOUT}, so save() did not write this folder.")
         check_manifest(folder)
         build_layout(model, read_json(folder / LAYOUT))
         tensors = read_tensors(folder / WEIGHTS)
@@ -82,12 +82,12 @@ def _list_tensors(model: nn.Module) -> set[str]:
 
 def _load_pretrained(folder: Path, options: dict[str, Any]) -> Any:
     if not (folder / "config.json").is_file():
-        raise ValueError(f"load: {folder} has no config.json; give model= for what is no model of transformers.")
+        raise ValueError(f"load: {folder} has no config.json; pass model= for a model outside transformers.")
     check_manifest(folder)
     fields = read_json(folder / "config.json")
     stored = fields.get("quantization_config")
     if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
-        raise ValueError(f"load: the model in {folder} is not compressed by Tigon; open it by from_pretrained.")
+        raise ValueError(f"load: the model in {folder} is not compressed by Tigon; use from_pretrained.")
     import transformers
 
     import tigon.compress.quantizer  # noqa: F401 - registers the method
@@ -99,7 +99,7 @@ def _load_pretrained(folder: Path, options: dict[str, Any]) -> Any:
         raise
     except Exception as error:  # whatever transformers raises for damaged files
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DamagedFileError(f"load: {folder} holds no model that can be loaded: {line}") from error
+        raise DamagedFileError(f"load: {folder} holds no loadable model: {line}") from error
 
 
 @torch.no_grad()

@@ -28,23 +28,23 @@ HELD = 4096  # held-out tokens
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions:
-    model: str = argument("A folder of a model with its tokenizer, or a name on the hub.")
-    data: list[Path] = option(..., "Text to calibrate on: files, or folders of .txt and .md files.")
+    model: str = argument("Folder with a model and its tokenizer, or a model name on the Hub.")
+    data: list[Path] = option(..., "Calibration text: files, or folders with .txt and .md files.")
     output: Path = option(..., "Folder for the compressed model.", "-o")
-    budget: float | None = option(None, "Bytes that the layers may take, as a share of those they take now.")
+    budget: float | None = option(None, "Target size for the layers, as a fraction of their present bytes.")
     method: str | None = option(None, f"{', '.join(METHODS)}; default: bits.")
-    heavy_bits: int | None = option(None, "Bits of heavy neurons, in the place of --budget.")
-    rest_bits: int | None = option(None, "Bits of the other neurons, with --heavy-bits; default: 3.")
-    share: float | None = option(None, "Share of heavy neurons, with --heavy-bits; default: 0.25.", min=0, max=1)
-    recover: int = option(0, "Steps of fine-tuning each changed layer.", min=0)
-    embeddings: bool = option(False, "Store embeddings in 8 bits too.")
-    dense: bool = option(False, "Save dense weights, which open without Tigon.")
-    tokens: int = option(8192, "Tokens of calibration, from all of the text.", min=256)
-    dtype: str = option("auto", f"Of the loaded weights: {', '.join(DTYPES)}.")
-    held: list[Path] | None = option(None, "Other text: print its loss and the time of a call, before and after.")
+    heavy_bits: int | None = option(None, "Bits for heavy neurons; replaces --budget.")
+    rest_bits: int | None = option(None, "Bits for the other neurons, with --heavy-bits; default: 3.")
+    share: float | None = option(None, "Fraction of heavy neurons, with --heavy-bits; default: 0.25.", min=0, max=1)
+    recover: int = option(0, "Fine-tuning steps for each changed layer.", min=0)
+    embeddings: bool = option(False, "Also store embeddings in 8 bits.")
+    dense: bool = option(False, "Save dense weights, which load without Tigon.")
+    tokens: int = option(8192, "Calibration tokens, drawn from the whole text.", min=256)
+    dtype: str = option("auto", f"Dtype for loading the weights: {', '.join(DTYPES)}.")
+    held: list[Path] | None = option(None, "Held-out text: print loss and latency before and after compression.")
     device: str = device_option()
-    plot: Path | None = option(None, "Draw the report into this file.")
-    overwrite: bool = option(False, "Replace a compressed model that is in --output, and --plot.")
+    plot: Path | None = option(None, "Plot the report into this file.")
+    overwrite: bool = option(False, "Replace an existing compressed model in --output, and --plot.")
     json: bool = json_option()
 
 
@@ -105,14 +105,14 @@ def _check_split(options: CompressOptions) -> None:
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method!r}{meant}")
     if options.budget is not None and heavy_bits is not None:
-        raise Problem(f"{NAME}: only one of --budget and --heavy-bits can be given: a size to fit, or the split itself")
+        raise Problem(f"{NAME}: --budget and --heavy-bits are mutually exclusive: give a size to fit, or the split")
     if options.budget is None and heavy_bits is None:
-        raise Problem(f"{NAME}: --budget must be given, a share such as 0.25, or --heavy-bits")
+        raise Problem(f"{NAME}: --budget must be given, a fraction such as 0.25, or --heavy-bits")
     if heavy_bits is not None and method not in (None, "bits"):
-        raise Problem(f"{NAME}: --heavy-bits is a split by bits, so that it takes no --method {method}")
+        raise Problem(f"{NAME}: --heavy-bits needs --method bits, got {method}")
     for name, value in (("--rest-bits", options.rest_bits), ("--share", options.share)):
         if heavy_bits is None and value is not None:
-            raise Problem(f"{NAME}: {name} goes with --heavy-bits; within --budget the plan chooses it")
+            raise Problem(f"{NAME}: {name} needs --heavy-bits; with --budget the plan chooses the value")
 
 
 def _show(options: CompressOptions, report: Report, tables: Report | None, cost: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def _read_texts(paths: list[Path], option: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise Problem(f"{NAME}: {option} must be text in UTF-8 ({one_line(error)})") from error
     if not any(text.strip() for text in texts):
-        raise Problem(f"{NAME}: {option} must hold text, got {len(files)} files without any")
+        raise Problem(f"{NAME}: {option} must contain text, got {len(files)} files without text")
     return texts
 
 
@@ -167,7 +167,7 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
     quiet_transformers()
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
-        raise Problem(f"{NAME}: model {name}: the directory has no config.json, so it is not a model")
+        raise Problem(f"{NAME}: model {name}: the folder has no config.json, so the folder is not a model")
     if not path.exists() and name.startswith((".", "/", "~")):
         raise Problem(f"{NAME}: model {name}: there is no such folder")
     if not path.exists():
@@ -175,17 +175,17 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name)
     except Exception as error:
-        where = "" if path.exists() else "there is no such folder, and of that name on the hub "
+        where = "" if path.exists() else "there is no such folder, and for that name on the Hub "
         raise Problem(f"{NAME}: model {name}: {where}no configuration can be read ({one_line(error, 160)})") from error
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-        raise Problem(f"{NAME}: model {name} is quantised already (by {method}); compress the model it was made from")
+        raise Problem(f"{NAME}: model {name} is already quantised (by {method}); compress the original model")
     kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
     try:
         model = kind.from_pretrained(str(path) if path.exists() else name, dtype=dtype)
     except Exception as error:
-        raise Problem(f"{NAME}: model {name}: its weights cannot be loaded ({one_line(error)})") from error
+        raise Problem(f"{NAME}: model {name}: the weights cannot be loaded ({one_line(error)})") from error
     return model, load_tokenizer(name, f"{NAME}: model")
 
 

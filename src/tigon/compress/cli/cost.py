@@ -74,10 +74,12 @@ def format_cost(cost: dict[str, Any]) -> list[str]:
     """Format the cost as text lines."""
     before, now = cost["before"], cost["now"]
     if before["loss"] is None:
-        loss = f"its answers moved by {cost['distance']:.4g} {cost['unit']}"
+        loss = f"outputs changed by {cost['distance']:.4g} {cost['unit']}"
     else:
-        loss = f"{before['loss']:.4f} nats a token before, {now['loss']:.4f} now ({now['loss'] - before['loss']:+.4f})"
+        loss = (
+            f"{before['loss']:.4f} nats per token before, {now['loss']:.4f} now ({now['loss'] - before['loss']:+.4f})"
+        )
     return [
         f"held-out text: {loss}, on {cost['tokens']:,} tokens",
-        f"a call with one sequence: {before['ms']:.1f} ms before, {now['ms']:.1f} now",
+        f"latency for one sequence: {before['ms']:.1f} ms before, {now['ms']:.1f} now",
     ]
