@@ -17,11 +17,11 @@ from tigon import files
         (b"[1]", "must hold an object, got a list"),
         (b"null", "must hold an object, got nothing"),
         (b'{"b": 1}', "lacks a"),
-        (b'{"a": "\\ud800"}', "is not text in UTF-8"),
-        (b"\xff\xfe", "is not text in UTF-8"),
+        (b'{"a": "\\ud800"}', "is not UTF-8 text"),
+        (b"\xff\xfe", "is not UTF-8 text"),
         (b"[" * 200_000, "nests too deeply"),
         (b'{"a": ' + b"1" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
-        (b'{"a": "' + b"x" * 2000 + b'"}', "is larger than the 1,000 bytes"),
+        (b'{"a": "' + b"x" * 2000 + b'"}', "is larger than 1,000 bytes"),
     ],
 )
 def test_damaged_json_is_named(tmp_path, content, sentence):
@@ -47,10 +47,10 @@ def test_whole_json_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("a: [1", "is not YAML, line 1"),
+        ("a: [1", "is not valid YAML, line 1"),
         ("[" * 20_000, "nests too deeply"),
         ("- a", "must hold an object, got a list"),
-        ("a: !!python/object:os.system x", "is not YAML"),
+        ("a: !!python/object:os.system x", "is not valid YAML"),
     ],
 )
 def test_damaged_yaml_is_named(tmp_path, content, sentence):
@@ -71,7 +71,7 @@ def test_damaged_tensors_are_named(tmp_path):
     flipped = bytearray(whole)
     flipped[-1] ^= 1
     path.write_bytes(flipped)
-    with pytest.raises(files.DamagedFileError, match="its checksum is not the recorded one"):
+    with pytest.raises(files.DamagedFileError, match="the checksum differs from the recorded checksum"):
         files.read_tensors(path, sha256=digest)
     for content in [
         b"",
@@ -83,7 +83,7 @@ def test_damaged_tensors_are_named(tmp_path):
         whole.replace(b"F32", b"F99"),
     ]:
         path.write_bytes(content)
-        with pytest.raises(files.DamagedFileError, match="is damaged: it is not a whole safetensors file"):
+        with pytest.raises(files.DamagedFileError, match="is damaged: not a complete safetensors file"):
             files.read_tensors(path)
     path.unlink()
     with pytest.raises(files.DamagedFileError, match="is missing"):
@@ -96,7 +96,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
     state = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
     for wrong, sentence in [
         ({"weight": state["weight"]}, "lacks bias"),
-        ({**state, "scale": torch.zeros(1)}, "has scale, unknown to the model"),
+        ({**state, "scale": torch.zeros(1)}, "has scale, which the model does not have"),
         ({**state, "bias": torch.zeros(5)}, r"bias must have shape \(4,\), got \(5,\)"),
     ]:
         with pytest.raises(files.DamagedFileError, match=sentence):

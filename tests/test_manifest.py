@@ -13,7 +13,7 @@ def test_a_file_that_differs_is_named(tmp_path):
     write_manifest(tmp_path, ["a.json"])
     check_manifest(tmp_path)
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(DamagedFileError, match=r"a\.json is not what was written"):
+    with pytest.raises(DamagedFileError, match=r"a\.json has changed since it was written"):
         check_manifest(tmp_path)
 
 

@@ -73,7 +73,7 @@ def read_yaml(
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
         raise DamagedFileError(
-            f"{path} is not YAML{place}: {getattr(error, 'problem', None) or 'it cannot be parsed'}."
+            f"{path} is not valid YAML{place}: {getattr(error, 'problem', None) or 'it cannot be parsed'}."
         ) from error
     return _check(value, str(path), kind, required)
 
@@ -104,10 +104,10 @@ def read_tensors(
     # safetensors raises SafetensorError for a bad header, and KeyError, ValueError or RuntimeError for dtypes and
     # shapes that torch does not have.
     except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
-        raise DamagedFileError(f"{path} is damaged: it is not a whole safetensors file.") from error
+        raise DamagedFileError(f"{path} is damaged: not a complete safetensors file.") from error
     missing = sorted(set(required) - tensors.keys())
     if missing:
-        raise DamagedFileError(f"{path} is damaged: it lacks {_list(missing)}.")
+        raise DamagedFileError(f"{path} is damaged: the file lacks {_list(missing)}.")
     return tensors
 
 
@@ -131,7 +131,7 @@ def read_array(path: str | os.PathLike[str], *, mapped: bool = False) -> npt.NDA
     except (DamagedFileError, MemoryError):
         raise
     except Exception as error:  # NumPy lets its parsers' errors through: EOFError, SyntaxError, tokenize's own, …
-        raise DamagedFileError(f"{path} is not a whole .npy file.") from error
+        raise DamagedFileError(f"{path} is not a complete .npy file.") from error
     return found
 
 
@@ -160,7 +160,7 @@ def read_arrays(path: str | os.PathLike[str], *, required: Iterable[str] = ()) -
     except (DamagedFileError, MemoryError):
         raise
     except Exception as error:  # as in `read_array`, plus errors from zipfile and zlib
-        raise DamagedFileError(f"{path} is not a whole .npz file.") from error
+        raise DamagedFileError(f"{path} is not a complete .npz file.") from error
     missing = sorted(set(required) - arrays.keys())
     if missing:
         raise DamagedFileError(f"{path} lacks {_list(missing)}.")
@@ -172,7 +172,7 @@ def check_memory(path: str | os.PathLike[str], needed: int) -> None:
     available = available_memory()
     if available is not None and needed > available:
         raise DamagedFileError(
-            f"{path} holds {needed / 2**30:,.1f} GiB, and {available / 2**30:,.1f} GiB of memory are free."
+            f"{path} needs {needed / 2**30:,.1f} GiB of memory, but {available / 2**30:,.1f} GiB are free."
         )
 
 
@@ -244,10 +244,10 @@ def check_state(
     missing = sorted(name for name in state.keys() - tensors.keys() if not ignore(name))
     unknown = sorted(name for name in tensors.keys() - state.keys() if not ignore(name))
     if missing or unknown:
-        parts = [f"lacks {_list(missing)}"] * bool(missing) + [f"has {_list(unknown)}, unknown to the model"] * bool(
-            unknown
-        )
-        raise DamagedFileError(f"{path} does not fit the model: it {' and '.join(parts)}.")
+        parts = [f"lacks {_list(missing)}"] * bool(missing) + [
+            f"has {_list(unknown)}, which the model does not have"
+        ] * bool(unknown)
+        raise DamagedFileError(f"{path} does not fit the model: the file {' and '.join(parts)}.")
     for name in sorted(state.keys() & tensors.keys()):
         expected, shape = tuple(state[name].shape), tuple(tensors[name].shape)
         if shape != expected:
@@ -257,7 +257,7 @@ def check_state(
 def check_sha256(path: str | os.PathLike[str], expected: str) -> None:
     """Raise DamagedFileError unless a file has this SHA-256, in hexadecimal."""
     if compute_sha256(path) != expected:
-        raise DamagedFileError(f"{path} is damaged: its checksum is not the recorded one.")
+        raise DamagedFileError(f"{path} is damaged: the checksum differs from the recorded checksum.")
 
 
 def compute_sha256(path: str | os.PathLike[str]) -> str:
@@ -291,7 +291,7 @@ def _read_bytes(path: str | os.PathLike[str], largest: int) -> bytes:
     except OSError as error:
         raise _unreadable(path, error) from error
     if len(content) > largest:
-        raise DamagedFileError(f"{path} is larger than the {largest:,} bytes that are read of such a file.")
+        raise DamagedFileError(f"{path} is larger than {largest:,} bytes, the limit for such a file.")
     return content
 
 
@@ -308,7 +308,7 @@ def _parse(parse: Callable[[str], Any], text: str | bytes, name: str, language: 
         if "\\u" in decoded or "\\U" in decoded:
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
     except UnicodeError as error:
-        raise DamagedFileError(f"{name} is not text in UTF-8.") from error
+        raise DamagedFileError(f"{name} is not UTF-8 text.") from error
     except RecursionError as error:
         raise DamagedFileError(f"{name} nests too deeply.") from error
     except json.JSONDecodeError as error:

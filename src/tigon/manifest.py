@@ -44,7 +44,7 @@ def read_manifest(folder: Path) -> dict[str, Fingerprint]:
         isinstance(entry, dict) and isinstance(entry.get("bytes"), int) for entry in files.values()
     )
     if not whole:
-        raise DamagedFileError(f"{folder / MANIFEST} must name files with their sizes.")
+        raise DamagedFileError(f"{folder / MANIFEST} must list files with their sizes.")
     return dict(files)
 
 
@@ -95,6 +95,6 @@ def check_manifest(folder: str | Path, names: Iterable[str] | None = None) -> No
             raise DamagedFileError(f"{file} cannot be read ({error.strerror}).") from error
         if not is_same:
             raise DamagedFileError(
-                f"{file} is not what was written: it differs from {MANIFEST} beside it. If you have changed the file "
-                f"yourself, delete {MANIFEST}."
+                f"{file} has changed since it was written: the file differs from {MANIFEST} in the same folder. If you "
+                f"changed the file yourself, delete {MANIFEST}."
             )

@@ -126,4 +126,4 @@ def test_a_tied_model_of_more_layers_than_verify_builds(tigon, tmp_path, text):
     content = bytearray((tmp_path / "small" / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "small" / "model.safetensors").write_bytes(content)
-    tigon("verify", "small", cwd=tmp_path).problem("model.safetensors is not what was written")
+    tigon("verify", "small", cwd=tmp_path).problem("model.safetensors has changed since it was written")

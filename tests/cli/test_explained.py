@@ -46,7 +46,7 @@ def loop():
         (allocate_on_the_host, "too little memory"),
         (allocate_in_numpy, "too little memory"),
         (wrap, "too little memory"),
-        (ask_for_more_than_there_is, "small.npz holds 1,073,741,824.0 GiB, and"),
+        (ask_for_more_than_there_is, "small.npz needs 1,073,741,824.0 GiB of memory, but"),
         (damaged, "tigon: run.json is not JSON"),
         (lambda: Path("/nowhere/x").read_text(), "/nowhere/x: No such file or directory"),
         (loop, "Symlink loop from"),

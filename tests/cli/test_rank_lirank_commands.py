@@ -203,6 +203,6 @@ def test_calibration_of_one_class_and_a_vocabulary_that_changed(run, folder, her
     text = (tmp_path / "edited" / "schema.json").read_text().replace('"fr"', '"fr", "it"')
     (tmp_path / "edited" / "schema.json").write_text(text)
     evaluate = ("rank", "eval", tmp_path / "edited", "--data", folder / "test.csv")
-    here(*evaluate).problem("schema.json is not what was written", "delete manifest.json")
+    here(*evaluate).problem("schema.json has changed since it was written", "delete manifest.json")
     (tmp_path / "edited" / "manifest.json").unlink()
     here(*evaluate).problem("model.safetensors does not fit the model", "must have shape")

@@ -82,14 +82,14 @@ def test_values_may_be_longer_than_a_block_and_have_line_breaks(tmp_path):
         ({"cut.parquet": b"PAR1 not a table"}, r"^x: .*cut.parquet cannot be read: .*\.$"),
         ({"cut.jsonl": b'{"a": 1}\n{"a": '}, "cut.jsonl cannot be read: JSON parse error"),
         ({"latin.csv": "name\nJosé\n".encode("latin-1")}, "latin.csv cannot be read: column 'name' must be in UTF-8"),
-        ({"twice.csv": b"a,a\n1,2\n"}, "twice.csv must name each column once, but has 'a' more often"),
+        ({"twice.csv": b"a,a\n1,2\n"}, "twice.csv must name each column once, but repeats 'a'"),
         ({"none.csv": b"a,b\n"}, "none.csv has no rows"),
         ({"empty.csv": b""}, "empty.csv cannot be read: Empty CSV file"),
         ({"ragged.csv": b"a,b\n1,2,3\n"}, "ragged.csv cannot be read: .*Expected 2 columns, got 3"),
         ({"rows.xlsx": b""}, "a file must end in .parquet, .*, got .*rows.xlsx"),
         ({}, "holds no file that ends in"),
-        ({"a.csv": b"a\n1\n", "b.jsonl": b'{"a": 1}\n'}, "must be of one format, got .csv, .jsonl"),
-        ({"a.csv": b"a\n1\n", "b.csv": b"a\nword\n"}, "a.csv and the files after it differ in their columns"),
+        ({"a.csv": b"a\n1\n", "b.jsonl": b'{"a": 1}\n'}, "must have the same format, got .csv, .jsonl"),
+        ({"a.csv": b"a\n1\n", "b.csv": b"a\nword\n"}, "a.csv and later files have different columns"),
     ],
 )
 def test_what_cannot_be_read_gets_a_sentence(tmp_path, files, said):

@@ -298,18 +298,18 @@ def test_arrays_that_do_not_fit_get_a_sentence(arrays, words, tmp_path):
 
 
 def test_files_that_are_no_graph_get_a_sentence(tmp_path):
-    for name, words in (("g.pt", "must be .npz or .safetensors, got g.pt"), ("g.npz", "is not a whole .npz file")):
+    for name, words in (("g.pt", "must be .npz or .safetensors, got g.pt"), ("g.npz", "is not a complete .npz file")):
         (tmp_path / name).write_bytes(b"PK no")
         with pytest.raises(ValueError, match=re.escape(words)):
             graph.read_graph(tmp_path / name)
     (tmp_path / "g.npz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"is not a whole \.npz file"):
+    with pytest.raises(ValueError, match=r"is not a complete \.npz file"):
         graph.read_graph(tmp_path / "g.npz")
     with pytest.raises(ValueError, match="file must be a file, which"):
         graph.read_graph(tmp_path / "none.npz")
     pytest.importorskip("safetensors")
     (tmp_path / "g.safetensors").write_bytes(b"no")
-    with pytest.raises(ValueError, match="it is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         graph.read_graph(tmp_path / "g.safetensors")
 
 

@@ -37,7 +37,7 @@ def test_a_file_is_read_and_written_back(tmp_path):
     assert Prompt.load(tmp_path / "prompt.yaml") == made
     assert made.to_dict() == {**TOLD, "columns": {"user": "member"}, "chat": {"think": True}}
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"bad.yaml is not YAML, line 1"):
+    with pytest.raises(ValueError, match=r"bad.yaml is not valid YAML, line 1"):
         Prompt.load(tmp_path / "bad.yaml")
 
 

@@ -225,7 +225,7 @@ def test_bad_input_gets_a_sentence(loss):
     bad = [
         ((s.view(2, 2), y), {}, r"scores must be \(n,\) floats, got \(2, 2\)"),
         ((s.int(), y), {}, r"scores must be \(n,\) floats, got \(4,\) torch.int32"),
-        ((s, y[:3]), {}, r"labels must be \(4,\), one a score, on cpu, got \(3,\)"),
+        ((s, y[:3]), {}, r"labels must be \(4,\), one per score, on cpu, got \(3,\)"),
         ((s, y.tolist()), {}, "labels must be a tensor, got list"),
         ((s, y - 1), {}, r"labels must .*, got -1 in row 0"),
         ((s, torch.tensor([0, 1, torch.nan, 1])), {}, r"labels must .*, got nan in row 2"),

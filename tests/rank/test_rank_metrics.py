@@ -243,7 +243,7 @@ def test_bad_input_gets_a_sentence():
         (lambda: metrics.auc(s, y, weights=-s), "auc: weights must not be negative or NaN, got -0.1 at 0"),
         (lambda: metrics.gauc(s, y, torch.tensor([0, 3])), "gauc: offsets must rise from 0 to 2"),
         (lambda: metrics.gauc(s, y, [0, 2]), "gauc: offsets must be a tensor, got list"),
-        (lambda: metrics.gauc(s, y, off, weights=s), r"gauc: weights must be \(1,\), one a group, on cpu, got \(2,\)"),
+        (lambda: metrics.gauc(s, y, off, weights=s), r"gauc: weights must be \(1,\), one per group, .* got \(2,\)"),
         (lambda: metrics.log_loss(4 * s - 1, y), "log_loss: probabilities must lie between 0 and 1, got -0.6 at 0"),
         (lambda: metrics.ece(s * torch.nan, y), "ece: probabilities must lie between 0 and 1, got nan at 0"),
         (lambda: metrics.ece(s, y, bins=0), "ece: bins must be a positive integer, got 0"),

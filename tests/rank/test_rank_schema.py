@@ -184,9 +184,9 @@ def write(roles=None, **fields):
         (write(roles={"item": 3}), "role 'item' must be the name of a column, or none, got 3"),
         (write(roles={"labels": None}), "role 'labels' must be a list of columns, got None"),
         (write(roles={"labels": [1]}), r"role 'labels' must be a list of columns, got \[1\]"),
-        (write(a=["Id"]), r"field 'a' must have a kind of .*, got \['Id'\]"),
+        (write(a=["Id"]), r"field 'a' must have a kind among .*, got \['Id'\]"),
         (write(a={"kind": ["Id"]}), "field 'a' must have a kind"),
-        (write(a="id"), "field 'a' must have a kind of .*'id'; did you mean 'Id'"),
+        (write(a="id"), "field 'a' must have a kind among .*'id'; did you mean 'Id'"),
         (write(a={"kind": "Id", "hashrows": 3}), "field 'a': Id has no option 'hashrows'; did you mean 'hash_rows'"),
         (write(a={"kind": "Id", "hash_rows": {}}), "hash_rows must be an integer"),
         (write(a={"kind": "Id", "hash_rows": 10**30}), "hash_rows must be an integer"),
@@ -218,5 +218,5 @@ def test_a_field_that_is_none_gets_a_sentence(tmp_path):
     ):
         Schema(Roles("item"), {"item": Id})
     (tmp_path / "schema.json").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"schema.json is not text in UTF-8"):
+    with pytest.raises(ValueError, match=r"schema.json is not UTF-8 text"):
         Schema.load(tmp_path / "schema.json")

@@ -38,9 +38,9 @@ def made(strings=True):
         (np.array(["b", SURROGATE]), {}, r"ids must be text that UTF-8 can encode, got str 'a\\ud800'"),
         (["b", "c"], {"country": np.array([SURROGATE, "us"])}, r"'country' \(Category\), id 'b': must be UTF-8 text"),
         (["b", "c"], {"tags": [["new"], ["new", SURROGATE]]}, r"'tags' \(Tags\), id 'c': must be UTF-8 text"),
-        (["b", "c"], {"country": [1, 10**5000]}, r"'country' .*, id 'c': must be an integer of 64 bits, got int of"),
-        (["b", "c"], {"tags": [[1], [2**63]]}, r"'tags' .*, id 'c': must be an integer of 64 bits, got int 92233720"),
-        (["b", "c"], {"country": [1e300, None]}, r"'country' .*, id 'b': must be an integer of 64 bits, got int 1000"),
+        (["b", "c"], {"country": [1, 10**5000]}, r"'country' .*, id 'c': must be a 64-bit integer, got int with"),
+        (["b", "c"], {"tags": [[1], [2**63]]}, r"'tags' .*, id 'c': must be a 64-bit integer, got int 92233720"),
+        (["b", "c"], {"country": [1e300, None]}, r"'country' .*, id 'b': must be a 64-bit integer, got int 1000"),
     ],
 )
 def test_text_that_cannot_be_written_is_refused_before_anything_changes(ids, columns, sentence, tmp_path):
@@ -70,12 +70,12 @@ def test_bytes_of_arrow_that_are_not_utf8_are_refused():
     [
         (lambda: Category(values=["us", SURROGATE]), "Category: values must be a list of strings or of integers"),
         (lambda: Tags(5, [SURROGATE]), "Tags: values must be a list of strings or of integers"),
-        (lambda: Schema(**{SURROGATE: Category()}), "a column's name must be an identifier"),
-        (lambda: Schema.from_json('{"a": {"kind": "Category", "values": ["\\ud800"]}}'), "is not text in UTF-8"),
-        (lambda: retrieve.parse(f"country == '{SURROGATE}'"), "where: a text must be one that UTF-8 can encode"),
-        (lambda: made().search(torch.ones(1, D), 1, f"country == '{SURROGATE}'"), "that UTF-8 can encode"),
-        (lambda: made().delete([SURROGATE]), "Index.delete: ids must be text that UTF-8 can encode"),
-        (lambda: Index.over(torch.eye(2), ["a", SURROGATE]), "Index.over: ids must be text that UTF-8 can encode"),
+        (lambda: Schema(**{SURROGATE: Category()}), "a column name must be an identifier"),
+        (lambda: Schema.from_json('{"a": {"kind": "Category", "values": ["\\ud800"]}}'), "is not UTF-8 text"),
+        (lambda: retrieve.parse(f"country == '{SURROGATE}'"), "where: the text must be encodable in UTF-8"),
+        (lambda: made().search(torch.ones(1, D), 1, f"country == '{SURROGATE}'"), "encodable in UTF-8"),
+        (lambda: made().delete([SURROGATE]), "Index.delete: ids must be text encodable in UTF-8"),
+        (lambda: Index.over(torch.eye(2), ["a", SURROGATE]), "Index.over: ids must be text encodable in UTF-8"),
         (
             lambda: Links.fit({"a": ["x", SURROGATE]}, {"b": ["u", "v"]}, [(0, 0)], query_schema=Schema(a=Category()),
                               item_schema=Schema(b=Category())),

@@ -42,7 +42,7 @@ def test_strings_places_without_an_item_and_no_truth():
     assert data.metrics.overlap(np.array([[3, 1]]), np.array([[1, -1]])) == 1
     for arguments, words in (
         ((ids, [set()]), "a set of ids for each of 2 queries, got 1"),
-        ((ids, ["ab", "c"]), "right must be a list with a set of ids for each query"),
+        ((ids, ["ab", "c"]), "right must be a list with a set of ids per query"),
         ((None, []), "ids must be an array"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -157,7 +157,7 @@ def test_json_brings_back_the_same_schema():
     [
         ("{", "Schema.from_json: the text is not JSON"),
         ("[]", "Schema.from_json: the text must hold an object, got a list"),
-        ('{"x": {"kind": "number"}}', "column 'x' must have a kind of .*, got 'number'; did you mean 'Number'"),
+        ('{"x": {"kind": "number"}}', "column 'x' must have a kind among .*, got 'number'; did you mean 'Number'"),
         ('{"x": {"kind": "Number", "lo": 3}}', "column 'x': Number has no option 'lo'; did you mean 'low'"),
         ('{"x": {"kind": "Tags"}}', "column 'x': missing 1 required"),
         (json.dumps({"x": {"kind": "Number", "low": 3, "high": 2}}), "Number: low must be below high"),
@@ -202,7 +202,7 @@ GOOD = {"country": ["us", "ca"], "tags": [[], ["a"]], "price": [1, 2], "posted":
     [
         ({"contry": ["us", "ca"]}, r"the table has a column 'contry' that the schema lacks; did you mean 'country'"),
         ({"size": None}, "the table must have the column 'size', a Number"),
-        ({"size": [1]}, r"columns of a table must be of one length, but 'country' has 2.*'size' has 1"),
+        ({"size": [1]}, r"a table's columns must have the same length, but 'country' has 2.*'size' has 1"),
         ({"size": [1, 10]}, r"column 'size' \(Number\), id 22: must be from 0 to 9, got 10"),
         ({"size": [1, "2"]}, r"column 'size' \(Number\), id 22: must be a number, got str '2'"),
         ({"size": np.array([True, False])}, "id 11: must be a number, got bool"),
@@ -245,7 +245,7 @@ def test_a_table_of_no_known_kind_gets_a_sentence():
         ([None, "a"], Number(), "row 1: must be a number, got string"),
         ([None, 3], Timestamp(), "row 1: must be a time, got int64"),
         ([None, 3], Tags(3), "row 1: must be a list of strings or integers, got int64"),
-        ([[], ["a", None]], Tags(3), "row 1: must be a list of strings or integers, got one with null"),
+        ([[], ["a", None]], Tags(3), "row 1: must be a list of strings or integers, got a list with null"),
         ([[], [], [1.5]], Tags(3), "row 2: must be a string or an integer, got float 1.5"),
     ],
 )

@@ -17,8 +17,8 @@ UNITS = {"s": 1_000_000, "ms": 1000, "us": 1, "ns": 0.001}
 
 # Reasons why pyarrow cannot convert a column.
 CONVERSION_ERRORS: dict[type[Exception], str] = {
-    OverflowError: "integers of 64 bits, got a larger one",
-    UnicodeEncodeError: "UTF-8 text, got half of a surrogate pair",
+    OverflowError: "64-bit integers, got a larger integer",
+    UnicodeEncodeError: "UTF-8 text, got an unpaired surrogate",
 }
 
 
@@ -37,7 +37,7 @@ def arrow_columns(name: str, table: Any) -> dict[str, Any]:
             try:
                 column = pa.array(_in_known_units(column))
             except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-                said = CONVERSION_ERRORS.get(type(error)) or f"values of one kind: {str(error).splitlines()[0]}"
+                said = CONVERSION_ERRORS.get(type(error)) or f"values with a common type: {str(error).splitlines()[0]}"
                 raise ValueError(f"{name}: column {key!r} must hold {said.rstrip('.')}.") from None
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode() if isinstance(column, pa.Array) else column.cast(column.type.value_type)
@@ -53,10 +53,10 @@ def _in_known_units(column: Any) -> Any:
         unit, count = np.datetime_data(column.dtype)
         if count != 1 or unit not in ("D", "s", "ms", "us", "ns"):
             if not have_room(column, "s").all():
-                raise TypeError(f"a time of {column.dtype} is too far away")
+                raise TypeError(f"a {column.dtype} time is out of range")
             seconds = column.astype(f"{column.dtype.kind}8[s]")
             if (~np.isnat(column) & (seconds.astype(column.dtype) != column)).any():
-                raise TypeError(f"a time of {column.dtype} is no whole second")
+                raise TypeError(f"a {column.dtype} time is not a whole second")
             return seconds
     return column
 

@@ -22,7 +22,7 @@ def read_columns(name: str, table: Any) -> tuple[dict[str, Any], int]:
         lengths = {key: len(column) for key, column in columns.items()}
         if len(set(lengths.values())) > 1:
             said = ", ".join(f"{key!r} has {n:,}" for key, n in lengths.items())
-            raise ValueError(f"{name}: the columns of a table must be of one length, but {said}.")
+            raise ValueError(f"{name}: a table's columns must have the same length, but {said}.")
         return columns, next(iter(lengths.values()), 0)
     if kind == "pyarrow" and hasattr(table, "column_names"):
         return {key: _plain(name, table.column(key)) for key in table.column_names}, int(table.num_rows)

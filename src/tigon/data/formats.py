@@ -75,7 +75,7 @@ def _list_folder(name: str, folder: Path) -> list[Path]:
         raise ValueError(f"{name}: {folder} holds no file that ends in {', '.join(FORMATS)}.")
     if len({FORMATS[get_suffix(file)] for file in files}) > 1:
         kinds = sorted({get_suffix(file) for file in files})
-        raise ValueError(f"{name}: all files of {folder} must be of one format, got {', '.join(kinds)}.")
+        raise ValueError(f"{name}: all files in {folder} must have the same format, got {', '.join(kinds)}.")
     return files
 
 
@@ -106,13 +106,13 @@ def concat_tables(name: str, files: Sequence[Path], tables: Sequence[Any]) -> An
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         said = first_line(error)
-        raise ValueError(f"{name}: {files[0]} and the files after it differ in their columns: {said}.") from None
+        raise ValueError(f"{name}: {files[0]} and later files have different columns: {said}.") from None
 
 
 def check_column_names(name: str, file: Path, names: Sequence[str]) -> None:
     """Raise a ValueError if two columns have the same name."""
     if twice := sorted({column for column in names if names.count(column) > 1}):
-        raise ValueError(f"{name}: {file} must name each column once, but has {twice[0]!r} more often.")
+        raise ValueError(f"{name}: {file} must name each column once, but repeats {twice[0]!r}.")
 
 
 def _read_delimited(path: Path) -> Any:

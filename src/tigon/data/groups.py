@@ -74,7 +74,7 @@ def check_groups(
     for argument, value in (("labels", labels), ("weights", weights)):
         if value is not None and (value.shape != scores.shape or value.device != scores.device):
             raise ValueError(
-                f"{name}: {argument} must be ({len(scores)},), one a score, on {scores.device}, got "
+                f"{name}: {argument} must be ({len(scores)},), one per score, on {scores.device}, got "
                 f"{tuple(value.shape)} on {value.device}."
             )
     n, device = len(scores), scores.device
@@ -82,7 +82,7 @@ def check_groups(
         offsets = torch.tensor([0, n])
     if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or len(offsets) < 1 + bool(n):
         raise ValueError(
-            f"{name}: offsets must be (groups + 1,) int32 or int64, the first row of each group and their end, got "
+            f"{name}: offsets must be (groups + 1,) int32 or int64, each group's first row and the end, got "
             f"{tuple(offsets.shape)} {offsets.dtype}."
         )
     if offsets.device != device and offsets.device.type != "cpu":

@@ -274,7 +274,7 @@ def label_results(ids: Any, right: Sequence[Collection[Any]]) -> LabelledResults
     """
     rows, is_list = _list_rows("ids", ids), isinstance(right, Sequence) and not isinstance(right, (str, bytes))
     if not is_list or any(isinstance(one, (str, bytes)) or not hasattr(one, "__iter__") for one in right):
-        raise ValueError(f"metrics: right must be a list with a set of ids for each query, got {describe(right)}.")
+        raise ValueError(f"metrics: right must be a list with a set of ids per query, got {describe(right)}.")
     if len(right) != len(rows):
         raise ValueError(
             f"metrics: right must have a set of ids for each of {len(rows):,} queries, got {len(right):,}."
@@ -322,8 +322,8 @@ def average_groups(name: str, values: Tensor, weights: Tensor | None = None) -> 
     weights = torch.ones_like(values) if weights is None else weights
     if weights.shape != values.shape or weights.device != values.device:
         raise ValueError(
-            f"{name}: weights must be ({len(values)},), one a group, on {values.device}, got {tuple(weights.shape)} on "
-            f"{weights.device}."
+            f"{name}: weights must be ({len(values)},), one per group, on {values.device}, got {tuple(weights.shape)} "
+            f"on {weights.device}."
         )
     weights = check_weights(name, weights)
     counted = ~values.isnan()
@@ -354,7 +354,7 @@ def bootstrap_interval(
     if not 0 < level < 1:
         raise ValueError(f"{name}: level must lie between 0 and 1, got {level}.")
     if isinstance(metric, GroupMetric) != (offsets is None):
-        raise ValueError(f"{name}: offsets must be given for a function of weights, and not beside a GroupMetric.")
+        raise ValueError(f"{name}: offsets must be given for a function, and left out for a GroupMetric.")
     generator = torch.Generator().manual_seed(seed)
     if isinstance(metric, GroupMetric):
         counted = ~metric.values.isnan()

@@ -42,7 +42,7 @@ class ParquetColumns(Mapping[str, Any]):
         for file in self.files:
             if get_suffix(file) not in SUFFIXES:
                 raise ValueError(
-                    f"{name}: row groups are read of files that end in {' or '.join(SUFFIXES)}, got {file}."
+                    f"{name}: row groups can only be read from files that end in {' or '.join(SUFFIXES)}, got {file}."
                 )
             with explain_errors(name, file), _open(file) as opened:
                 schema, metadata = opened.schema_arrow, opened.metadata

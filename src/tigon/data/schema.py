@@ -36,7 +36,7 @@ def parse_field(name: str, told: Any, kinds: Mapping[str, type[F]]) -> F:
     options = dict(told) if isinstance(told, dict) else {"kind": told}
     kind = options.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"{name} must have a kind of {', '.join(kinds)}, got {kind!r}; {nearest(str(kind), kinds)}")
+        raise ValueError(f"{name} must have a kind among {', '.join(kinds)}, got {kind!r}; {nearest(str(kind), kinds)}")
     known = inspect.signature(kinds[kind]).parameters
     for option in options:
         if option not in known:

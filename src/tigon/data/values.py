@@ -100,7 +100,7 @@ def _check_values(values: Iterable[Value], indices: Ints, rows: Ints | None = No
     for i, value in enumerate(values):
         if not is_writable(value):
             at = int(np.argmax(indices == i))
-            wanted = "UTF-8 text" if isinstance(value, str) else "an integer of 64 bits"
+            wanted = "UTF-8 text" if isinstance(value, str) else "a 64-bit integer"
             raise BadValue(at if rows is None else int(rows[at]), f"must be {wanted}, got {describe(value)}")
 
 
@@ -315,7 +315,7 @@ def _arrow_lists(column: Any) -> Lists:
         raise BadValue(int(rows[error.position]) if len(rows) else 0, str(error)) from None
     if (inner.indices < 0).any():
         raise BadValue(
-            int(rows[np.argmax(inner.indices < 0)]), "must be a list of strings or integers, got one with null"
+            int(rows[np.argmax(inner.indices < 0)]), "must be a list of strings or integers, got a list with null"
         )
     return Lists(rows, inner.indices, inner.values)
 
@@ -330,5 +330,5 @@ def shorten(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # integers with more digits than Python's limit
-        text = "of very many digits"
+        text = "with too many digits to print"
     return text if len(text) <= 60 else text[:57] + "…"
