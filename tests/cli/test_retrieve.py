@@ -90,7 +90,7 @@ def test_a_table_and_what_a_filter_does(folder, index, here):
                   "--where", "stock < 25").ok()  # fmt: skip
     assert shown.out.count("job-") == 6
     assert "query" in shown.out
-    assert "stock in 1 range of values" in shown.err
+    assert "stock in 1 value range" in shown.err
     assert "300 items; about" in shown.err
     nothing = here("retrieve", "search", index, "--like", "job-1", "--where", "country == 'fr'").ok()
     assert "no item passes" in nothing.out

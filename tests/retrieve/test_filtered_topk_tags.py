@@ -128,14 +128,14 @@ W, T, V = torch.zeros(1, 5, dtype=torch.int64), tigon.RowTags(of_bits(3)), torch
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tags": T}, r"tag_weights must be \(2, 3\) fp32, a query and a tag each, got None"),
+        ({"tags": T}, r"tag_weights must be \(2, 3\) fp32, a weight per query and tag, got None"),
         ({"tag_weights": V}, r"tags must be a tigon.RowTags beside tag_weights, got NoneType"),
         ({"tags": [(0, 1, 1)], "tag_weights": V}, r"tags must be a tigon.RowTags beside tag_weights, got list"),
         ({"tags": T, "tag_weights": V[:1]}, r"tag_weights must be \(2, 3\) fp32.* got \(1, 3\) torch.float32"),
         ({"tags": T, "tag_weights": V.half()}, r"tag_weights must be \(2, 3\) fp32.* got \(2, 3\) torch.float16"),
         ({"tags": T, "tag_weights": [1]}, r"tag_weights must be a tensor, got list"),
         ({"tags": T, "tag_weights": V.to("meta")}, r"tag_weights must be on cpu, as query is, got meta"),
-        ({"tags": T, "tag_weights": V.clone().requires_grad_()}, r"tag_weights must not require a gradient.* got one"),
+        ({"tags": T, "tag_weights": V.clone().requires_grad_()}, r"tag_weights must not require a gradient.* a tensor"),
         ({"tags": T, "tag_weights": V, "attributes": None}, r"attributes must have the 1 words .* got 0"),
         ({"tags": T, "tag_weights": V, "plan": "codes"}, r"plan must not be 'codes' with tags"),
     ],
@@ -154,7 +154,7 @@ def test_what_is_refused(given, message):
         ([(0, 1, 1.0)], r"tags\[0\] must be three ints"),
         ([(0, 1, 1), (-1, 1, 1)], r"tags\[1\] must be a row of attributes, .* got \(-1, 1, 1\)"),
         ([(0, 1 << 63, 1)], r"tags\[0\] must be a row of attributes"),
-        (of_bits(1) * 2, r"tags must be different, got one twice"),
+        (of_bits(1) * 2, r"tags must be distinct, got a duplicate"),
     ],
 )
 def test_tags_that_are_refused(tags, message):

@@ -75,7 +75,7 @@ def test_when_a_batch_begins():
 def test_searches_of_a_queue_are_refused_cancelled_and_grouped():
     queue = BatchQueue(max_batch=8, wait=1.0, max_queue=9)
     a, b, c, d = add(queue, 2, 0), add(queue, 3, 0, np.float16), add(queue, 1, 0), add(queue, 2, 0)
-    with pytest.raises(Overloaded, match=r"8 queries wait, and 2 more are beyond 9, the queue") as error:
+    with pytest.raises(Overloaded, match=r"8 queries are waiting, and 2 more exceed the queue limit, 9") as error:
         add(queue, 2, 0)
     assert error.value.status == 429
     c.future.cancel()
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_before_it_waits():
             ((torch.ones(5, D),), r"query must be at most 4 queries \(max_batch\), got 5"),
             ((torch.ones(D).int(),), "query must be floats"),
             ((x, 0), "k must be from 1 to 2,048, got 0"),
-            ((x, True), "k must be an integer, or a list of one for each query, got True"),
+            ((x, True), "k must be an integer, or a list with an integer per query, got True"),
             ((x, [1, 2]), "k must be positive integers, one for each of 1 queries"),
             ((x, 3, "colour == 'red'"), "no column 'colour'"),
             ((x, 3, ["part < 3"] * 2), "where must have an expression for each of 1 queries, got 2"),
@@ -183,10 +183,10 @@ def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
     with Batcher(index, max_batch=2, max_queue=3) as batcher:
         first = batcher.submit(torch.ones(D), 3)
         assert held.begun.acquire(timeout=10)
-        with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s; 1 queries wait"):
+        with pytest.raises(TimeoutError, match=r"no result within 0\.05 s; 1 queries waiting"):
             batcher.search(torch.zeros(D), 3, timeout=0.05)
         waiting = batcher.submit(torch.ones(2, D), 4)
-        with pytest.raises(Overloaded, match=r"3 queries wait, and 1 more are beyond 3, the queue"):
+        with pytest.raises(Overloaded, match=r"3 queries are waiting, and 1 more exceed the queue limit, 3"):
             batcher.search(torch.ones(D), 3)
         held.go.set()
         assert first.result(10).ids.shape == (1, 3)
@@ -251,8 +251,8 @@ def test_an_event_loop_awaits(device):
         ({"max_batch": 0}, "max_batch must be a positive integer, got 0"),
         ({"max_queue": True}, "max_queue must be a positive integer, got True"),
         ({"max_batch": 10, "max_queue": 9}, "max_queue must be at least max_batch, 10 queries, got 9"),
-        ({"wait": -1}, "wait must be a number of seconds, 0 or more, got -1"),
-        ({"wait": float("inf")}, "wait must be a number of seconds, 0 or more, got inf"),
+        ({"wait": -1}, "wait must be in seconds, 0 or more, got -1"),
+        ({"wait": float("inf")}, "wait must be in seconds, 0 or more, got inf"),
     ],
 )
 def test_options_that_are_no_such(options, sentence):

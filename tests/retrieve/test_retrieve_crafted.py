@@ -68,7 +68,7 @@ def test_manifests_that_say_something_else_are_refused(folder):
 @pytest.mark.parametrize("files", [{"../a": {}}, {"items.safetensors": {}, "more": {}}, {"items-0.safetensors": {}}])
 def test_manifests_that_name_other_files_are_refused(folder, files):
     written(folder, lambda content: {**content, "files": files})
-    with pytest.raises(ValueError, match="damaged: its files are not those of an index"):
+    with pytest.raises(ValueError, match="damaged: the files do not form an index"):
         Index.load(folder)
 
 
@@ -130,7 +130,7 @@ def test_files_of_shards_must_hold_each_item_once(folder):
 
 def test_a_folder_of_an_older_version_gets_a_sentence(folder):
     written(folder, lambda content: {**{k: v for k, v in content.items() if k != "id"}, "format": 1})
-    with pytest.raises(ValueError, match="has format 1, this version of Tigon reads 3: build it again"):
+    with pytest.raises(ValueError, match="has format 1, this version of Tigon reads 3: rebuild the index"):
         Index.load(folder)
 
 
@@ -174,7 +174,7 @@ def test_links_that_were_made_up_are_refused(tmp_path):
             path.write_bytes(change)
         else:
             save_file({**good, **change}, path)
-        with pytest.raises(ValueError, match=r"^Links.load: .* holds no links that `save` wrote: "):
+        with pytest.raises(ValueError, match=r"^Links.load: .* is not a file that Links.save wrote: "):
             Links.load(path)
     with pytest.raises(ValueError, match="is missing"):
         Links.load(tmp_path / "none")
@@ -198,7 +198,7 @@ def test_a_retriever_whose_files_are_damaged_gets_a_sentence(tmp_path):
     named = {"file": "../x", "sha256": ""}, {"file": state.name, "sha256": 3}, {"file": 1, "sha256": ""}
     for part in ("x", {}, [], *named):
         config.write_text(json.dumps({**json.loads(known), "state": part}))
-        refused("config.json is damaged: it names no file of an encoder")
+        refused("config.json is damaged: no encoder file is named")
     config.write_bytes(known)
     for content in (b"", weights[:-1], weights + b"x", weights[:-1] + bytes([weights[-1] ^ 1])):
         state.write_bytes(content)

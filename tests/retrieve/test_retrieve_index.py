@@ -162,10 +162,10 @@ def test_out_of_memory_a_search_is_done_in_halves_once(device, named, monkeypatc
     same(halves.scores, whole.scores)
     assert plain(halves.ids) == plain(whole.ids)
     small.most = 2
-    with pytest.raises(torch.OutOfMemoryError, match="does not suffice for 4 queries at once; the index is as it was"):
+    with pytest.raises(torch.OutOfMemoryError, match="memory for 4 queries at once; the index is unchanged"):
         index.search(q, k=5)
     small.most = 0
-    with pytest.raises(torch.OutOfMemoryError, match="does not suffice for 1 query at once"):
+    with pytest.raises(torch.OutOfMemoryError, match="not enough device memory for 1 query at once"):
         index.search(q[0], k=5)
     monkeypatch.undo()
     assert plain(index.search(q, k=5, where=[None, "price < 20"] * 3 + [None]).ids) == plain(whole.ids)
@@ -181,7 +181,7 @@ def test_out_of_memory_grow_leaves_the_index_as_it_was(device, named, monkeypatc
         return real(index, name, total)
 
     monkeypatch.setattr(table_module, "_extend", small)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Index.grow: 400 items take .* KiB on the device.*as it was"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Index.grow: 400 items take .* KiB on the device.*unchanged"):
         index.grow(400)
     assert (index.capacity, contents(index)) == (150, before)
     monkeypatch.undo()
@@ -196,7 +196,7 @@ def test_out_of_memory_grow_leaves_the_index_as_it_was(device, named, monkeypatc
         (lambda i: i.search("text"), "query must be a tensor or an array of numbers|must be"),
         (lambda i: i.search(torch.zeros(1, D).long()), "query must be floats, got torch.int64"),
         (lambda i: i.search(torch.zeros(1, D), k=0), "k must be"),
-        (lambda i: i.search(torch.zeros(1, D), k="5"), "k must be an integer, or a list of one for each"),
+        (lambda i: i.search(torch.zeros(1, D), k="5"), "k must be an integer, or a list with an integer per query"),
         (lambda i: i.search(torch.zeros(2, D), k=[3]), r"positive integers, one for each of 2 queries, got \[3\]"),
         (lambda i: i.search(torch.zeros(2, D), where=[None]), "where must have an expression for each of 2"),
         (lambda i: i.search(torch.zeros(2, D), where=3), r"an expression of col\(…\), its text, None, or a"),
@@ -228,13 +228,13 @@ def test_more_than_the_capacity_gets_a_sentence_and_grow_makes_room(device, name
     index = made(device, named, count=100, capacity=100)
     before = contents(index)
     with pytest.raises(
-        ValueError, match=r"30 new items do not fit: the index holds 100 of 100. index.grow\(130\) makes room"
+        ValueError, match=r"30 new items do not fit: the index holds 100 of 100. index.grow\(130\) adds capacity"
     ):
         index.upsert(named(range(80, 130)), vectors(50), table(range(80, 130)))
     assert contents(index) == before
     index.grow(130)
     assert contents(index) == before
-    with pytest.raises(ValueError, match="capacity must be at least 130, what there is, got 50"):
+    with pytest.raises(ValueError, match="capacity must be at least 130, the present capacity, got 50"):
         index.grow(50)
 
 
@@ -256,7 +256,7 @@ NAN[1, 3] = float("nan")
         ([1, "2"], torch.ones(2, D), {}, "ids must be all int64 or all strings, got str '2' at position 1"),
         ([1.5, 2], torch.ones(2, D), {}, "ids must be all int64 or all strings, got float 1.5 at position 0"),
         ("ab", torch.ones(2, D), {}, "ids must be a list of integers or strings, got str 'ab'"),
-        (["a", "b"], torch.ones(2, D), {}, "ids must be int64, as those in the index are, got str"),
+        (["a", "b"], torch.ones(2, D), {}, "ids must be int64, like the ids in the index, got str"),
         ([1, 2], torch.ones(2, D), {"contry": ["us"] * 2}, "'contry' that the schema lacks; did you mean 'country'"),
         ([1, 2], torch.ones(2, D), {"price": [1, "x"]}, r"'price' \(Number\), id 2: must be a number, got str 'x'"),
         ([1, 2], torch.ones(2, D), {"tags": [[f"new{i}" for i in range(70)]] * 2}, "id 1: is full: 'new"),
@@ -277,7 +277,7 @@ def test_a_table_without_a_schema_gets_a_sentence():
         index.upsert([1], torch.ones(1, D), {"x": [1]})
     with pytest.raises(ValueError, match="the table must have the column 'country'"):
         Index(D, 10, schema=schema()).upsert([1], torch.ones(1, D))
-    with pytest.raises(ValueError, match="a length above 0 for cosine, got 0 for id 5"):
+    with pytest.raises(ValueError, match="a norm above 0 for cosine, got 0 for id 5"):
         Index(D, 10, metric="cosine").upsert([4, 5], torch.eye(D)[:2] * torch.tensor([[1.0], [0.0]]))
 
 
@@ -294,7 +294,7 @@ def test_a_table_without_a_schema_gets_a_sentence():
             r"parameter must be a float tensor \(items, dim\), neither 0, or an Embedding, got \(3,\)",
         ),
         (lambda: Index.over(torch.zeros(3, 2), metric="cosine"), "metric must be 'ip' or 'l2', got 'cosine'"),
-        (lambda: Index.over(torch.zeros(3, 2), ids=[1, 1, 2]), "ids must be 3 different ones"),
+        (lambda: Index.over(torch.zeros(3, 2), ids=[1, 1, 2]), "ids must be 3 distinct ids"),
         (lambda: Index.over(torch.zeros(3, 2), schema=schema()), "table must hold the attributes"),
         (lambda: retrieve.plan_memory(0, 5), "plan_memory: items must be a positive integer, got 0"),
     ],
@@ -336,7 +336,7 @@ def test_state_dict_to_and_deepcopy_keep_the_items(device, named):
     assert other.table.bias.dtype == torch.float32
     narrow = copy.deepcopy(other).to(torch.bfloat16)
     assert (narrow.dtype, narrow.table.bias.dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(ValueError, match="the state is of an index with Schema"):
+    with pytest.raises(ValueError, match="the state belongs to an index with Schema"):
         Index(D, 150, metric="l2", schema=Schema(a=Number()), device=device).load_state_dict(
             index.state_dict(), strict=False
         )
@@ -365,7 +365,7 @@ def test_over_a_parameter_a_search_sees_the_weights_of_the_moment(device, named)
     assert len(index) == 40
     with pytest.raises(ValueError, match="embeddings must be None for an index over a parameter"):
         index.upsert(named([7]), q[:1], table([1]))
-    with pytest.raises(ValueError, match="ids must be rows of the parameter"):
+    with pytest.raises(ValueError, match="ids must be rows of the indexed parameter"):
         index.upsert(named([99]), None, table([1]))
     with pytest.raises(ValueError, match="an index over a parameter"):
         index.grow(100)
@@ -415,7 +415,7 @@ def test_explain_says_what_passes(device, named):
     text = str(said)
     assert "country is 'us'" in text
     assert "tags has not any of 't1', 't2'" in text
-    assert "price in 1 range of values" in text
+    assert "price in 1 value range" in text
     assert index.explain().share == 1
     assert (index.explain().plan.kind, said.plan.kind) == ("dense", "compact")
     assert index.explain("country == 'us'", k=7, queries=3).plan.bytes > 100 * D * 2 / 3
@@ -433,7 +433,7 @@ def test_plan_memory_is_what_the_buffers_take():
     assert "filters" not in str(retrieve.plan_memory(20_000_000, 128))
     assert retrieve.plan_memory(20_000_000, 128, schema=schema()).filters == pytest.approx(8 * 20_000_000, rel=0.01)
     assert retrieve.plan_memory(10**9, 128, schema=schema()).filters == 2**30
-    assert "as filters come again" in str(retrieve.plan_memory(20_000_000, 128, schema=schema()))
+    assert "for cached filters" in str(retrieve.plan_memory(20_000_000, 128, schema=schema()))
     assert retrieve.plan_memory(10**9, 128).vectors >= 256 * 10**9
 
 
@@ -508,10 +508,10 @@ def test_hits_take_rows_of_tables_of_each_kind(device, named):
     assert listed["id"].tolist() == taken["job"].tolist()
     assert listed["score"].tolist() == hits.scores.flatten().tolist()
     for call, sentence in (
-        (lambda: hits.take({"job": shown[50:]}, id="job"), "is not in the column 'job' of the table"),
-        (lambda: hits.take(lists, id="jobs"), "id must be a column of the table, 'job', 'title', got 'jobs'"),
+        (lambda: hits.take({"job": shown[50:]}, id="job"), "is not in the table's column 'job'"),
+        (lambda: hits.take(lists, id="jobs"), "id must be a column in the table, 'job', 'title', got 'jobs'"),
         (lambda: hits.take({**lists, "score": shown}, id="job"), "the table must have no column 'score'"),
-        (lambda: hits.take(lists), "id must name the column|is no row of the table, which has 100"),
+        (lambda: hits.take(lists), "id must name the column|is not a row of the table, which has 100 rows"),
     ):
         with pytest.raises(ValueError, match=sentence):
             call()

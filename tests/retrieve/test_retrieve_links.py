@@ -127,7 +127,7 @@ def test_examples_without_attributes(data):
 
 
 def test_too_few_steps_warn(data):
-    with pytest.warns(UserWarning, match=r"Links.fit: 2 steps did not suffice"):
+    with pytest.warns(UserWarning, match=r"Links.fit: not converged in 2 steps"):
         fit(*data, steps=2)
 
 
@@ -210,24 +210,24 @@ PLAIN = {"query_schema": retrieve.Schema(a=retrieve.Category()), "item_schema": 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pairs": []}, r"pairs must hold one confirmed pair at least, got none"),
-        ({"pairs": np.zeros((0, 2), dtype=int)}, r"pairs must hold one confirmed pair at least, got none"),
-        ({"pairs": [(0, 0, 0)]}, r"pairs must be pairs of a query and an item"),
-        ({"pairs": np.zeros((2, 3), dtype=int)}, r"pairs must be \(pairs, 2\), a query and an item each, got \(2, 3\)"),
-        ({"pairs": {"q": [0]}}, r"pairs must be a table of two columns, queries and items, got 'q'"),
-        ({"pairs": [(0, 2)]}, r"pairs name 2 of items, whose table has 2 rows"),
-        ({"pairs": [("1", 1)]}, r"pairs must name queries by row numbers where no column of ids is given, got text"),
-        ({"pairs": [(3, 0)], "query_id": "id"}, r"pairs name 3, which is not in the column 'id' of queries"),
-        ({"pairs": [(0, "r")], "item_id": "id"}, r"pairs name 'r', which is not in the column 'id' of items"),
-        ({"pairs": [(0, 1)], "item_id": "id"}, r"ids of items are text in the table and integers in pairs"),
-        ({"query_id": "no"}, r"the table of queries must have the column 'no' of ids"),
-        ({"queries": {"a": ["x", "y"], "id": [1, 1]}, "query_id": "id"}, r"the column 'id' of queries must .* 1 more"),
-        ({"queries": {"A": ["x", "y"]}}, r"the table of queries must have the column 'a', a Category; there are 'A'"),
-        ({"items": {"b": ["u", "v"]}}, r"column 'b' \(Tags\) of items, row 0: must be a list of strings or integers"),
+        ({"pairs": []}, r"pairs must hold at least one confirmed pair, got none"),
+        ({"pairs": np.zeros((0, 2), dtype=int)}, r"pairs must hold at least one confirmed pair, got none"),
+        ({"pairs": [(0, 0, 0)]}, r"pairs must be \(query, item\) pairs"),
+        ({"pairs": np.zeros((2, 3), dtype=int)}, r"pairs must be \(pairs, 2\), each a query and an item, got \(2, 3\)"),
+        ({"pairs": {"q": [0]}}, r"pairs must be a two-column table, queries and items, got 'q'"),
+        ({"pairs": [(0, 2)]}, r"pairs name 2 for items, but the table has 2 rows"),
+        ({"pairs": [("1", 1)]}, r"pairs must name queries by row number when no id column is given, got text"),
+        ({"pairs": [(3, 0)], "query_id": "id"}, r"pairs name 3, which is not in the column 'id' for queries"),
+        ({"pairs": [(0, "r")], "item_id": "id"}, r"pairs name 'r', which is not in the column 'id' for items"),
+        ({"pairs": [(0, 1)], "item_id": "id"}, r"ids for items are text in the table and integers in pairs"),
+        ({"query_id": "no"}, r"the table for queries must have the id column 'no'"),
+        ({"queries": {"a": ["x", "y"], "id": [1, 1]}, "query_id": "id"}, r"the column 'id' for queries .* repeats 1"),
+        ({"queries": {"A": ["x", "y"]}}, r"the table for queries must have the column 'a', a Category; there are 'A'"),
+        ({"items": {"b": ["u", "v"]}}, r"column 'b' \(Tags\) for items, row 0: must be a list of strings or integers"),
         ({"query_schema": PLAIN}, r"query_schema must be a retrieve.Schema, got dict"),
-        ({"query_schema": retrieve.Schema(a=retrieve.Number())}, r"columns of query_schema must be .* 'a', a Number"),
-        ({"item_schema": retrieve.Schema(b=retrieve.Number())}, r"item_schema must have a column of kind Category or"),
-        ({"pairs": [(0, 0), (0, 1)]}, r"pairs must leave pairs that are not confirmed, got each query with every item"),
+        ({"query_schema": retrieve.Schema(a=retrieve.Number())}, r"columns in query_schema must be .* 'a', a Number"),
+        ({"item_schema": retrieve.Schema(b=retrieve.Number())}, r"item_schema must have a Category or"),
+        ({"pairs": [(0, 0), (0, 1)]}, r"pairs must leave some pairs unconfirmed, got every query with every item"),
     ],
 )  # fmt: skip
 def test_what_is_refused(change, message):
@@ -238,7 +238,7 @@ def test_what_is_refused(change, message):
 
 
 def test_options_that_are_refused():
-    with pytest.raises(ValueError, match=r"^LinkOptions: l1 must be a number from 0, got -1"):
+    with pytest.raises(ValueError, match=r"^LinkOptions: l1 must be a number, 0 or more, got -1"):
         LinkOptions(l1=-1)
     with pytest.raises(ValueError, match=r"^LinkOptions: negatives must be a positive integer, got 0"):
         LinkOptions(negatives=0)
@@ -248,5 +248,5 @@ def test_columns_that_are_wanting(links):
     for call in (links.weigh, links.filter):
         with pytest.raises(ValueError, match=r"queries must have the column 'hobbies', a Tags; there is 'hobby'\.$"):
             call({"occupation": ["nurse"], "hobby": [[]]})
-    with pytest.raises(ValueError, match=r"Links.explain: attributes of queries must be a dict .* got str"):
+    with pytest.raises(ValueError, match=r"Links.explain: attributes for queries must be a dict .* got str"):
         links.explain("nurse", {"tags": [], "kind": 7})

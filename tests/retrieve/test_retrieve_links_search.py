@@ -115,7 +115,7 @@ def test_codes_are_not_read(codes, whole, device):
     assert torch.equal(hits.ids.cpu(), ids)
     assert hits.exact.all()
     said = str(index.explain(k=9, queries=4, links=links.weigh(QUERIES)))
-    assert f"are added in the scan; codes '{codes}' are not read, all that pass are scored" in said
+    assert f"are added in the scan; codes '{codes}' are not used, every matching item is scored" in said
     assert "int8 codes of" not in said
 
 
@@ -126,7 +126,7 @@ def test_an_explanation_of_the_plan_counts_the_words():
     # 70 tags take two words, of which one has the category as well; a value that no item has is none of them.
     count = len(links.values) - (("tags", "never") in links.values)
     assert count > 70
-    assert f"links to {count} values of items, in 2 words, are added in the scan" in str(with_links)
+    assert f"links to {count} item values, in 2 words, are added in the scan" in str(with_links)
     steps = (with_links.plan.bytes - without.plan.bytes) / (8 * N)
     assert steps == 2
     assert with_links.plan.flop > without.plan.flop
@@ -235,12 +235,12 @@ def test_out_of_memory_halves_the_batch(whole, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"alpha": 2.0}, r"alpha must be 1 without links, beside which it weighs vectors, got 2.0"),
+        ({"alpha": 2.0}, r"alpha must be 1 without links, since alpha weighs vectors against links, got 2.0"),
         ({"alpha": float("nan"), "links": "of"}, r"alpha must be a finite number, got nan"),
-        ({"links": "itself"}, r"links must be what Links.weigh\(queries\) returns, got Links"),
-        ({"links": "short"}, r"links must be of 4 queries, as query is, got 1"),
-        ({"links": "other"}, r"links lead to a column 'labels' of items; did you mean 'tags', a Tags"),
-        ({"links": "number"}, r"links lead to values of 'price', which is a Number of the index"),
+        ({"links": "itself"}, r"links must come from Links.weigh\(queries\), got Links"),
+        ({"links": "short"}, r"links must be for 4 queries, like query, got 1"),
+        ({"links": "other"}, r"links lead to an item column 'labels'; did you mean 'tags', a Tags"),
+        ({"links": "number"}, r"links lead to values of 'price', a Number in the index"),
     ],
 )
 def test_what_is_refused(given, message):

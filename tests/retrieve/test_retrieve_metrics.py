@@ -139,8 +139,8 @@ def test_rankings_say_what_does_not_fit():
         ((query[:, :5], table, right), r"query must be \(Q, 6\), as wide as the items, on cpu, got \(23, 5\)"),
         ((query, table, right.float()), r"right must be \(pairs, 2\) integers"),
         ((query, table, right + 30), "right must hold queries from 0 to 22, got 3"),
-        ((query, table, torch.tensor([[3, 75]])), "right must hold rows of the 75 items, got 75 for query 3"),
-        ((query, table, right, torch.tensor([[2, -1]])), "exclude must hold rows of the 75 items, got -1 for query 2"),
+        ((query, table, torch.tensor([[3, 75]])), "right must hold rows among the 75 items, got 75 for query 3"),
+        ((query, table, right, torch.tensor([[2, -1]])), "exclude must hold rows among the 75 items, got -1 for q"),
         ((query, table, right, None, [0]), r"k must be integers from 1 to 2,048, got \[0\]"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -149,6 +149,6 @@ def test_rankings_say_what_does_not_fit():
         metrics.ranking(torch.tensor([[2, -1]]), right, 3, 75)
     named = retrieve.Index(6, 4)
     named.upsert(["a"], table[:1])
-    with pytest.raises(ValueError, match="must have integers for ids, got strings"):
+    with pytest.raises(ValueError, match="must have integer ids, got strings"):
         metrics.evaluate(query, named, right)
     assert metrics.evaluate(query, retrieve.Index(6, 4, dtype="float32"), right)["recall@20"] == 0

@@ -113,7 +113,8 @@ def test_one_process_at_a_time_writes_to_a_folder(tmp_path, worker):
         lambda: folder_lock.check_free("Index.save", folder),
     ):
         with pytest.raises(
-            ValueError, match=rf"^Index\.(save|open): .*a is open in another index or process \(process {pid}\)"
+            ValueError,
+            match=rf"^Index\.(save|open): .*a is open for writing in another index or process \(process {pid}\)",
         ):
             write()
     assert (folder / "snapshot-000001" / "journal").read_bytes() == before
@@ -131,7 +132,7 @@ def test_one_process_at_a_time_writes_to_a_folder(tmp_path, worker):
 def test_without_a_journal_the_folder_is_locked_too(tmp_path):
     made(["1"]).save(tmp_path)
     first = Index.open(tmp_path, journal=False)
-    with pytest.raises(ValueError, match=r"is open in another index or process \(this process\)"):
+    with pytest.raises(ValueError, match=r"is open for writing in another index or process \(this process\)"):
         Index.open(tmp_path, journal=False)
     first.upsert(["2"], torch.ones(1, D))
     first.save(tmp_path)
@@ -157,7 +158,7 @@ def test_folders_without_a_lock_are_read_and_warned_of(tmp_path, monkeypatch):
         with pytest.raises(PermissionError):
             Index.open(tmp_path)
     monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", raise_error(37, "No locks available"))
-    with pytest.warns(UserWarning, match="has no locks .*: let one process alone write to it"):
+    with pytest.warns(UserWarning, match="has no locks .*: let only one process write to the folder"):
         made(["2"]).save(tmp_path / "b")
     assert ids_in(Index.load(tmp_path / "b")) == {"2"}
 
@@ -171,7 +172,7 @@ def test_a_folder_that_is_removed_under_an_index_takes_no_update_silently(tmp_pa
         index.upsert(["2"], torch.ones(1, D))
     index.save(folder)  # the folder and the lock are the index's again
     index.upsert(["3"], torch.ones(1, D))
-    with pytest.raises(ValueError, match=r"is open in another index or process \(this process\)"):
+    with pytest.raises(ValueError, match=r"is open for writing in another index or process \(this process\)"):
         Index.open(folder)
     index.close()
     assert ids_in(Index.load(folder)) == {"1", "3"}
@@ -204,21 +205,21 @@ def test_a_forked_child_searches_and_does_not_write_to_the_journal(tmp_path):
     def work():
         updates = [lambda: index.upsert(["2"], torch.ones(1, D)), lambda: index.delete(["1"]), lambda: index.grow(200)]
         for update in updates:
-            with pytest.raises(ValueError, match=r"journal .* is of process \d+, of which this process is a fork"):
+            with pytest.raises(ValueError, match=r"journal .* belongs to process \d+, and this process is a fork"):
                 update()
-        with pytest.raises(ValueError, match=r"was opened by process \d+, of which this process is a fork"):
+        with pytest.raises(ValueError, match=r"was opened by process \d+, and this process is a fork"):
             index.save(folder)
         assert index.search(torch.ones(1, D), 1).ids.tolist() == [["1"]]
         index.save(tmp_path / "b")
         index.close()
         index.upsert(["2"], torch.ones(1, D))
-        with pytest.raises(ValueError, match=r"is open in another index or process \(process \d+\)"):
+        with pytest.raises(ValueError, match=r"is open for writing in another index or process \(process \d+\)"):
             index.save(folder)
 
     assert in_child(work) == 0
     assert index.journal.path.stat().st_size == index.journal.size == size
     index.upsert(["3"], torch.ones(1, D))
-    with pytest.raises(ValueError, match=r"is open in another index or process \(this process\)"):
+    with pytest.raises(ValueError, match=r"is open for writing in another index or process \(this process\)"):
         Index.open(folder)  # the child's end did not release the lock
     index.close()
     assert ids_in(Index.load(folder)) == {"1", "3"}
@@ -266,7 +267,7 @@ def test_children_forked_beside_searches_and_updates_do_not_hang():
         count = len(index)
         index.upsert(["55"], torch.ones(1, D))
         assert len(index) == count + 1
-        with pytest.raises(RuntimeError, match="was made before this process was forked"):
+        with pytest.raises(RuntimeError, match="was created before this process was forked"):
             batcher.search(torch.ones(1, D), 2)
         batcher.close()
 
@@ -383,7 +384,7 @@ def test_a_folder_that_is_always_replaced_gets_a_sentence(tmp_path, monkeypatch)
 
     monkeypatch.setattr(snapshot, "fill", fill)
     monkeypatch.setattr(snapshot, "TRIES", 5)
-    with pytest.raises(ValueError, match="was saved 5 times, each time before it was read: load it again"):
+    with pytest.raises(ValueError, match="was replaced during each of 5 reads: load the index again"):
         Index.load(tmp_path)
     opened.close()
 
@@ -462,7 +463,7 @@ def test_the_journal_of_another_snapshot_is_refused(tmp_path, repair):
     for foreign in (content, content[:-1], content[:first], content[first:]):
         a.write_bytes(foreign)
         for load in (Index.load, lambda path: Index.open(path, repair=repair)):
-            with pytest.raises(ValueError, match=r"the journal .* is not of the snapshot beside it"):
+            with pytest.raises(ValueError, match=r"the journal .* does not belong to the snapshot beside it"):
                 load(tmp_path / "a")
         assert a.read_bytes() == foreign
     a.unlink()
@@ -504,7 +505,7 @@ def test_records_that_do_not_fit_the_index_are_refused(tmp_path):
         ("grow", {"capacity": torch.zeros(0, dtype=torch.int64)}), ("snapshot", {}),
     ):  # fmt: skip
         path.write_bytes(begin + record(kind, tensors))
-        with pytest.raises(ValueError, match=r"the journal .* (does not fit its snapshot|is not of the snapshot)"):
+        with pytest.raises(ValueError, match=r"the journal .* does not (match its|belong to the) snapshot"):
             Index.load(folder)
 
 
@@ -532,9 +533,7 @@ class Folder:
             refused = self.holder is not None
             assert done != refused, (name, said)
             if refused:
-                assert re.search(
-                    r"is open in another index or process \((this process|process \d+)\), which writes to it", said
-                )
+                assert re.search(r"is open for writing in another .* \((this process|process \d+)\)", said)
                 return
         assert done, (name, said)
         if name == "make":

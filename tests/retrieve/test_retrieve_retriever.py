@@ -119,11 +119,11 @@ def test_a_folder_brings_it_back(tmp_path):
     assert re.fullmatch(r"encoder-[0-9a-f]{16}\.safetensors", names[1])
     assert names[2:] == ["index", "tigon.lock"]
     load = retrieve.Retriever.from_pretrained
-    with pytest.raises(ValueError, match="encoder must be given, the Sequential that was saved"):
+    with pytest.raises(ValueError, match="encoder must be given, a Sequential as saved"):
         load(tmp_path / "r")
-    with pytest.raises(ValueError, match="encoder must be a module, as the one saved, got function"):
+    with pytest.raises(ValueError, match="encoder must be a module, like the saved encoder, got function"):
         load(tmp_path / "r", lambda q: q)
-    with pytest.raises(ValueError, match="encoder does not fit what was saved"):
+    with pytest.raises(ValueError, match="encoder does not match the saved weights"):
         load(tmp_path / "r", nn.Linear(4, 8))
     with pytest.raises(ValueError, match=r"folder must hold config\.json"):
         load(tmp_path, other)
@@ -142,7 +142,7 @@ def test_what_it_refuses():
         (lambda: retriever(q.long()), "must return floats, got torch.int64"),
         (lambda: retriever(object()), "must return a tensor or an array, got object"),
         (lambda: retriever(several, combine="sum"), "combine must be 'max' or 'union', got 'sum'"),
-        (lambda: retriever(several, [1, 2]), r"k must be one integer .* got \[1, 2\]"),
+        (lambda: retriever(several, [1, 2]), r"k must be a single integer .* got \[1, 2\]"),
         (lambda: retriever(several, where=[None] * 6), "an expression for each of 2 queries, got 6"),
         (lambda: retriever(q, 9, rerank=lambda q, x: q, candidates=8), "candidates must be an integer from k, 9"),
         (lambda: retriever(q, 9, rerank=lambda q, x: q), r"scores \(2, 100\), got \(2, 8\)"),

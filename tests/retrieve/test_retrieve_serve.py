@@ -82,11 +82,11 @@ def test_requests_that_come_together_are_one_search(monkeypatch):
 WRONG = [
     ("/search", b"{", 422, "the body must be JSON: EOF"),
     ("/search", b"[]", 422, "input should be an object"),
-    ("/search", b"{}", 422, "a search must have vectors, texts or features, one of them."),
-    ("/search", {"vectors": X, "texts": ["a"]}, 422, "one of them"),
-    ("/search", {"texts": ["a"]}, 422, "this server has none"),
-    ("/search", {"features": [1]}, 422, "this server has none"),
-    ("/search", {"vectors": X, "kk": 3}, 422, "kk is no field of this request."),
+    ("/search", b"{}", 422, "a search must have exactly one of vectors, texts and features."),
+    ("/search", {"vectors": X, "texts": ["a"]}, 422, "exactly one of"),
+    ("/search", {"texts": ["a"]}, 422, "this server has no encoder"),
+    ("/search", {"features": [1]}, 422, "this server has no encoder"),
+    ("/search", {"vectors": X, "kk": 3}, 422, "kk is not a field of this request."),
     ("/search", {"vectors": [["1"] * D]}, 422, "vectors.0.0: input should be a valid number."),
     ("/search", b'{"vectors": [[NaN]]}', 422, "vectors.0.0: input should be a finite number"),
     ("/search", {"vectors": [[1.0] * 3]}, 422, "vectors must have 16 numbers each, the index's dim, got 3."),
@@ -94,10 +94,10 @@ WRONG = [
     ("/search", {"vectors": []}, 422, "a request must have 1 to 4 queries, got 0"),
     ("/search", {"vectors": X * 5}, 413, "a request must have 1 to 4 queries, got 5"),
     ("/search", {"vectors": X, "k": 0}, 422, "k must be from 1 to 2,048"),
-    ("/search", {"vectors": X, "k": [1, 2]}, 422, "one for each of 1 queries"),
+    ("/search", {"vectors": X, "k": [1, 2]}, 422, "a number for each of 1 queries"),
     ("/search", {"vectors": X, "k": True}, 422, "k.int: input should be a valid integer"),
     ("/search", {"vectors": X, "where": "colour == 'red'"}, 422, "no column 'colour'"),
-    ("/search", {"vectors": X, "where": "part <"}, 422, "is no expression"),
+    ("/search", {"vectors": X, "where": "part <"}, 422, "is not an expression"),
     ("/search", {"vectors": X, "where": [None, None]}, 422, "where must have a filter for each of 1 queries"),
     ("/search", {"vectors": X, "where": "kind == 'z'", "strict": True}, 422, "no item has the value 'z'"),
     ("/upsert", {"ids": [1], "vectors": [[1.0] * 3]}, 422, "vectors must have 16 numbers"),
@@ -291,16 +291,16 @@ def test_features_go_through_the_encoder(monkeypatch):
             ([1] * 5, 413, "a request must have 1 to 4 queries, got 5"),
             ({"user": [1], "weight": [1.0, 2.0]}, 422, "one value for each query, in each name, got [1, 2] values"),
             ({}, 422, "one value for each query"),
-            ([[1, 2], [3]], 422, "features must be numbers, lists of numbers of one length, or texts"),
+            ([[1, 2], [3]], 422, "features must be numbers, equally long lists of numbers, or texts"),
             ({"user": [None]}, 422, "user must be numbers"),
-            ([11], 422, "the encoder does not take this: IndexError: index 11 is out of bounds"),
-            ({"user": [1]}, 422, "the encoder does not take this: KeyError: 'weight'"),
-            ([[[1.0, 0.0]]], 422, "the encoder must give a vector for each of 1 queries, got (1, 1, 16)"),
+            ([11], 422, "the encoder rejected the input: IndexError: index 11 is out of bounds"),
+            ({"user": [1]}, 422, "the encoder rejected the input: KeyError: 'weight'"),
+            ([[[1.0, 0.0]]], 422, "the encoder must return a vector for each of 1 queries, got (1, 1, 16)"),
         ]:
             answer = await client.post("/search", json={"features": features})
             assert (answer.status_code, sentence in answer.json()["detail"]) == (status, True), answer.text
         both = tensors.save({"features": np.array([3]), "vectors": np.ones((1, D), np.float32)})
-        assert "one of them" in (await client.post("/search", content=both, headers=BINARY)).text
+        assert "exactly one of" in (await client.post("/search", content=both, headers=BINARY)).text
 
     serve(test, encode=encode, limits=Limits(max_batch=4))
 
@@ -319,7 +319,7 @@ def test_the_queue_has_an_end_and_who_goes_away_leaves_it(workers, monkeypatch):
             await until(lambda n=waiting: waiting_queries(service) == n)
         refused = await clients[1].post("/search", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "beyond 4" in refused.json()["detail"]
+        assert "queue limit, 4" in refused.json()["detail"]
         # An ASGI client that goes away: the transport's own clients never do.
         asked, gone = asyncio.Event(), asyncio.Event()
 
@@ -431,10 +431,10 @@ def test_no_answer_names_a_file_of_the_server(tmp_path, monkeypatch, capsys):
     index = Index.open(tmp_path / "index")
 
     def full(*arguments, **options):
-        raise OSError(28, f"Index: the journal {tmp_path}/index/snapshot-000001/journal took no record")
+        raise OSError(28, f"Index: the journal {tmp_path}/index/snapshot-000001/journal could not store a record")
 
     def forked(*arguments, **options):
-        raise ValueError(f"Index: the journal {index.journal.path} is of process 1")
+        raise ValueError(f"Index: the journal {index.journal.path} belongs to process 1")
 
     def damaged(*arguments, **options):
         raise ValueError(f"Index.save: {tmp_path}/index is damaged")
@@ -648,7 +648,7 @@ def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monke
         ("no_such_module:make", "--encoder no_such_module:make cannot be imported: No module named"),
         ("served_encoder:Encoders.number", "must give a module, a function or what has encode, got int"),
         ("served_encoder:Encoders.broken", "raised ZeroDivisionError: division by zero"),
-        ("served_encoder:wide", "encoder does not fit what was saved"),
+        ("served_encoder:wide", "encoder does not match the saved weights"),
         ("served_encoder:__name__", "must be a function without arguments, got str"),
     ]:
         with pytest.raises(Problem, match=sentence):
@@ -681,6 +681,6 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
     again = Index.open(tmp_path / "index")  # each has closed its journal
     again.close()
     held = Index.open(tmp_path / "index")
-    with pytest.raises(Problem, match="is open in another index or process"):
+    with pytest.raises(Problem, match="is open for writing in another index or process"):
         serve(ServeOptions(index=tmp_path / "index", **OPTIONS))
     held.close()

@@ -129,7 +129,7 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     index.upsert(name(range(100, 140)), vectors(range(100, 140)), table(range(100, 140)))
     expected = contents(index)
     assert contents(Index.load(tmp_path / "a")) == expected  # reads beside the one that writes
-    with pytest.raises(ValueError, match=r"is open in another index or process \(this process\), which writes to it"):
+    with pytest.raises(ValueError, match=r"is open for writing in another index or process \(this process\)\."):
         Index.open(tmp_path / "a")
     copied = copy.deepcopy(index)
     assert copied.journal is None
@@ -338,8 +338,8 @@ def test_a_full_disk_at_any_step_of_save_leaves_the_old(tmp_path, monkeypatch):
                     said = str(error)
             done = stop.count <= at
             assert done == (not said)
-            late = "it is written, but the disk does not say so" in said
-            assert done or late or "No space left on device; what was there before is there" in said
+            late = "the snapshot is written, but the disk did not confirm the write" in said
+            assert done or late or "No space left on device; the previous content is unchanged" in said
             assert contents(Index.load(tmp_path / "a")) == (new if done or late else old)
             assert late or len(listed(tmp_path / "a")) == 1
             at += 1
@@ -359,7 +359,7 @@ def test_a_full_disk_at_any_step_of_an_update_leaves_the_index_as_it_was(tmp_pat
         for at, half in ((0, False), (0, True), (1, False), (1, True), (2, False)):
             with monkeypatch.context() as patch:
                 Stop(patch, at, full, half)
-                with pytest.raises(OSError, match=r"No space left on device.*the index is as it was"):
+                with pytest.raises(OSError, match=r"No space left on device.*the index is unchanged"):
                     update()
             assert (contents(index), index.capacity) == (before, 30)
             assert (index.journal.path.stat().st_size, index.journal.size) == (size, size)
@@ -374,9 +374,9 @@ def test_a_journal_that_cannot_be_cut_takes_no_more(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write", lambda file, content: (file.write(content[:20]), full()))
         patch.setattr(disk, "truncate", lambda *args: full())
-        with pytest.raises(OSError, match="the index is as it was"):
+        with pytest.raises(OSError, match="the index is unchanged"):
             index.delete([5])
-    with pytest.raises(OSError, match="open the index again"):
+    with pytest.raises(OSError, match="reopen the index"):
         index.delete([5])
     assert 5 in index
     index.close()
@@ -469,7 +469,7 @@ def test_zeros_before_a_record_are_no_end(tmp_path, monkeypatch):
         (lambda p: Index.load(p / "none"), r"Index.load: path must be a folder that Index.save wrote, got .*none"),
         (lambda p: Index.open(p), "Index.open: path must be a folder that Index.save wrote"),
         (lambda p: made(list).save(p / "file"), "Index.save: path must be a folder.*got the file"),
-        (lambda p: Index.over(torch.zeros(3, 2)).save(p), "an index over a parameter is saved with the model"),
+        (lambda p: Index.over(torch.zeros(3, 2)).save(p), "an index over a parameter is saved in the model"),
     ],
 )
 def test_a_bad_path_gets_a_sentence(tmp_path, make, sentence):

@@ -63,7 +63,7 @@ def test_what_makes_no_towers():
     pairs = torch.tensor([[0, 1], [2, 0]])
     for arguments, words in (
         ((0, 3, 4, pairs), "users, items and dim must be positive .*, hops and own 0 or more, got 0, 3, 4, 2 and 1.0"),
-        ((3, 3, 4), "pairs must be the training pairs that 2 hops pool, got None"),
+        ((3, 3, 4), "pairs must be the training pairs for 2 hops, got None"),
         ((2, 3, 4, pairs), "pairs must hold users from 0 to 1, got 2"),
         ((3, 1, 4, pairs), "pairs must hold items from 0 to 0, got 1"),
         ((3, 3, 4, pairs.float()), r"pairs must be \(pairs, 2\) integers"),

@@ -116,7 +116,7 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path, capfd):
         assert httpx.post(f"{url}/upsert", json=late, headers={"x-api-key": "k"}).status_code == 200
 
     run_server(service, act, workers=2)
-    assert "ended with status -9, and is started again" in capfd.readouterr().err
+    assert "exited with status -9, and is restarted" in capfd.readouterr().err
     again = Index.open(tmp_path / "index")
     assert 5000 in again
     again.close()
@@ -153,7 +153,7 @@ def test_a_worker_ends_with_the_process_of_the_index():
         process.send_signal(signal.SIGTERM)
         assert process.poll() is None
     said = process.communicate(timeout=30)[1]
-    assert said == "tigon: retrieve serve: the process that holds the index has ended, and so do its workers\n"
+    assert said == "tigon: retrieve serve: the index process has exited, and the workers exit with it\n"
     assert process.returncode == 1
 
 
@@ -175,10 +175,10 @@ def test_workers_that_do_not_start_end_the_server(monkeypatch, capfd):
         monkeypatch.setattr(worker_pool.sys, "executable", "/bin/false")
         os.kill(list_workers()[0], signal.SIGKILL)
 
-    with pytest.raises(worker_pool.WorkerError, match="ended 3 times as soon as it was started"):
+    with pytest.raises(worker_pool.WorkerError, match="exited 3 times right after its start"):
         run.serve(Service(made()), "127.0.0.1", 0, started=start, workers=2)
-    assert capfd.readouterr().err.count("is started again") in (2, 3)  # by how long it lived
-    with pytest.raises(worker_pool.WorkerError, match="a worker ended before it was ready"):
+    assert capfd.readouterr().err.count("is restarted") in (2, 3)  # by how long it lived
+    with pytest.raises(worker_pool.WorkerError, match="a worker exited before it was ready"):
         run.serve(Service(made()), "127.0.0.1", 0, workers=2)
 
 

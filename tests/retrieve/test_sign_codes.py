@@ -180,7 +180,7 @@ def test_many_rows_have_addresses_of_64_bits():
         (lambda x: tigon.encode_items(x, "signs"), "encode_items: codes must be one of .*, got 'signs'"),
         (
             lambda x: tigon.filtered_topk(x, x, 1, plan="codes"),
-            "filtered_topk: plan may be 'codes' for items with signs",
+            "filtered_topk: plan may be 'codes' only for items from encode_items",
         ),
         (lambda x: _search(x, candidates=2), "filtered_topk: candidates of items must be an int from k, 3, .*, got 2"),
         (lambda x: _search(x, codes=x), "filtered_topk: codes of items must be .* int32 on .*, got"),

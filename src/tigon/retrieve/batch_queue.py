@@ -69,7 +69,7 @@ class BatchQueue:
         count = len(search.query)
         if self.queries + count > self.max_queue:
             raise Overloaded(
-                f"{self.queries:,} queries wait, and {count:,} more are beyond {self.max_queue:,}, the queue."
+                f"{self.queries:,} queries are waiting, and {count:,} more exceed the queue limit, {self.max_queue:,}."
             )
         search.start = now
         self._searches.append(search)

@@ -62,7 +62,7 @@ class Batcher(Forkable):
             )
         seconds = as_number(wait)
         if seconds is None or not 0 <= seconds < float("inf"):
-            raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {shorten(wait)}.")
+            raise ValueError(f"Batcher: wait must be in seconds, 0 or more, got {shorten(wait)}.")
         self.index = index
         self._queue = BatchQueue(max_batch, seconds, max_queue)
         self._changed = threading.Condition()
@@ -112,7 +112,9 @@ class Batcher(Forkable):
         except (FutureTimeout, TimeoutError):
             if not future.cancel() and future.done():  # finished at this moment
                 return future.result()
-            raise TimeoutError(f"Batcher.search: no answer within {timeout} s; {len(self):,} queries wait.") from None
+            raise TimeoutError(
+                f"Batcher.search: no result within {timeout} s; {len(self):,} queries waiting."
+            ) from None
         except CancelledError:
             raise RuntimeError("Batcher.search: the batcher was closed before the search began.") from None
 
@@ -140,7 +142,8 @@ class Batcher(Forkable):
         with self._changed:
             if self._closed:
                 raise RuntimeError(
-                    "Batcher.search: the batcher is closed, or was made before this process was forked: make another."
+                    "Batcher.search: the batcher is closed, or was created before this process was forked: create "
+                    "another batcher."
                 )
             was_empty, now = not self._queue, time.monotonic()
             self._queue.add(search, now)

@@ -195,9 +195,7 @@ class StringIds:
         encoded = [ids[i].encode() for i in new]
         first = self.count
         if first + len(new) >= MOST:
-            raise ValueError(
-                f"Index.upsert: there were {MOST:,} different ids by now: save the index and load it again."
-            )
+            raise ValueError(f"Index.upsert: the index has seen {MOST:,} different ids: save and reload the index.")
         self._room(len(new))
         self.ends[first : first + len(new)] = len(self.blob) + np.cumsum(
             [len(text) for text in encoded], dtype=np.int64
@@ -268,11 +266,11 @@ def split_texts(blob: bytes, ends: Ints) -> list[str]:
     """
     starts = np.append(np.zeros(1, dtype=np.int64), ends)
     if (np.diff(starts) < 0).any() or starts[-1] != len(blob):
-        raise ValueError("the ends of texts are not those of the bytes")
+        raise ValueError("the text offsets do not match the bytes")
     try:
         return [blob[a:b].decode() for a, b in itertools.pairwise(starts.tolist())]
     except UnicodeDecodeError:
-        raise ValueError("ids are not text in UTF-8") from None
+        raise ValueError("ids are not UTF-8 text") from None
 
 
 def find_row(ids: Ids | None, id: Any) -> int:
@@ -298,7 +296,7 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
         try:
             ids = np.asarray(ids) if whole else ids.to_pylist()
         except UnicodeDecodeError:
-            raise ValueError(f"{name}: ids must be text in UTF-8, got other bytes.") from None
+            raise ValueError(f"{name}: ids must be UTF-8 text, got other bytes.") from None
     elif hasattr(ids, "to_numpy") or hasattr(ids, "tolist"):
         ids = ids.to_numpy() if hasattr(ids, "to_numpy") else ids
         ids = ids.tolist() if ids.dtype.kind not in "iu" and ids.ndim == 1 else np.asarray(ids)
@@ -319,7 +317,7 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
             texts = [str(value) for value in ids]
             if not is_encodable("".join(texts)):
                 wrong = next(i for i, text in enumerate(texts) if not is_encodable(text))
-                raise ValueError(f"{name}: ids must be text that UTF-8 can encode, got {describe(texts[wrong])}.")
+                raise ValueError(f"{name}: ids must be text encodable in UTF-8, got {describe(texts[wrong])}.")
             return texts
         listed = [as_int(value) for value in ids]
         for i, value in enumerate(listed):
@@ -329,7 +327,7 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
                 )
         numbers = np.array(listed, dtype=np.int64)
     if (numbers == GONE).any():
-        raise ValueError(f"{name}: ids must not be -1, which stands for no item in an answer.")
+        raise ValueError(f"{name}: ids must not be -1, which marks missing results.")
     return numbers
 
 

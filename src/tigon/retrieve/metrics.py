@@ -138,7 +138,7 @@ def _pairs(name: str, argument: str, pairs: Tensor, queries: int, device: torch.
     floats = pairs.dtype.is_floating_point or pairs.dtype == torch.bool
     if pairs.dim() != 2 or pairs.shape[1] != 2 or floats or pairs.device != device:
         raise ValueError(
-            f"{name}: {argument} must be (pairs, 2) integers on {device}, of a query and an item, got "
+            f"{name}: {argument} must be (pairs, 2) integers on {device}, each a query and an item, got "
             f"{tuple(pairs.shape)} {pairs.dtype} on {pairs.device}."
         )
     if len(pairs) and not 0 <= int(pairs[:, 0].min()) <= int(pairs[:, 0].max()) < queries:
@@ -152,7 +152,7 @@ def _check_rows(name: str, argument: str, pairs: Tensor, items: int) -> None:
     wrong = pairs[(pairs[:, 1] < 0) | (pairs[:, 1] >= items)]
     if len(wrong):
         raise ValueError(
-            f"{name}: {argument} must hold rows of the {items:,} items, got {int(wrong[0, 1])} for query "
+            f"{name}: {argument} must hold rows among the {items:,} items, got {int(wrong[0, 1])} for query "
             f"{int(wrong[0, 0])}."
         )
 
@@ -161,7 +161,7 @@ def _find_rows(name: str, index: Index, pairs: Tensor) -> Tensor:
     """Replace ids by rows in pairs; absent ids become distinct numbers beyond all rows."""
     ids = index.table.directory.ids
     if ids is not None and ids.kind != "int64":
-        raise ValueError(f"{name}: the index must have integers for ids, got strings: pass index.embeddings.")
+        raise ValueError(f"{name}: the index must have integer ids, got strings: pass index.embeddings.")
     rows = torch.full_like(pairs[:, 1], -1)
     if ids is not None and len(pairs):
         rows = torch.from_numpy(np.asarray(ids.find(pairs[:, 1].cpu().numpy())[1])).to(rows)

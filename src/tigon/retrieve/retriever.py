@@ -72,8 +72,8 @@ class Retriever(nn.Module):
         dim = self.index.dim
         if q.dim() not in (2, 3) or q.shape[-1] != dim or (q.dim() == 3 and not q.shape[1]):
             raise ValueError(
-                f"Retriever: encoder must return (queries, {dim}) or (queries, vectors, {dim}), by the index's "
-                f"dim, got {tuple(q.shape)}."
+                f"Retriever: encoder must return (queries, {dim}) or (queries, vectors, {dim}), with the index's dim, "
+                f"got {tuple(q.shape)}."
             )
         if not q.is_floating_point():
             raise ValueError(f"Retriever: encoder must return floats, got {q.dtype}.")
@@ -116,8 +116,8 @@ class Retriever(nn.Module):
         number = as_int(k)
         if number is None or not 1 <= number <= MOST:
             raise ValueError(
-                f"Retriever.search: k must be one integer from 1 to {MOST} for several vectors a query or rerank, got "
-                f"{shorten(k)}."
+                f"Retriever.search: k must be a single integer from 1 to {MOST} for several vectors per query or "
+                f"rerank, got {shorten(k)}."
             )
         k = number
         B, M = len(q), q.shape[1] if q.dim() == 3 else 1
@@ -158,7 +158,7 @@ class Retriever(nn.Module):
             process has opened the index or saves to the folder.
         """
         if isinstance(self.index, ShardedIndex):
-            raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use its save.")
+            raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: call index.save.")
         folder = read_path("Retriever.save_pretrained", "folder", folder)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"Retriever.save_pretrained: folder must be a folder, got the file {folder}.")
@@ -228,30 +228,30 @@ def load_encoder(folder: Path, encoder: Any) -> None:
     Raises: ValueError as `Retriever.from_pretrained`.
     """
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"Retriever.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
+        raise ValueError(f"Retriever.from_pretrained: folder must hold {CONFIG}, which is missing in {folder}.")
     about = read_json(folder / CONFIG, required=("format", "encoder", "state"))
     if about["format"] != FORMAT:
         raise ValueError(f"Retriever.from_pretrained: the format must be {FORMAT}, got {shorten(about['format'])}.")
     if encoder is None:
         raise ValueError(
-            f"Retriever.from_pretrained: encoder must be given, the {about['encoder']} that was saved: the folder "
-            "holds weights and no code, got None."
+            f"Retriever.from_pretrained: encoder must be given, a {about['encoder']} as saved: the folder holds "
+            "weights but no code, got None."
         )
     state = about["state"]
     if state is None:
         return
     named = isinstance(state, dict) and all(isinstance(state.get(key), str) for key in ("file", "sha256"))
     if not named or not ENCODER.fullmatch(state["file"]):
-        raise ValueError(f"Retriever.from_pretrained: {folder / CONFIG} is damaged: it names no file of an encoder.")
+        raise ValueError(f"Retriever.from_pretrained: {folder / CONFIG} is damaged: no encoder file is named.")
     if not isinstance(encoder, nn.Module):
         got = type(encoder).__name__
-        raise ValueError(f"Retriever.from_pretrained: encoder must be a module, as the one saved, got {got}.")
+        raise ValueError(f"Retriever.from_pretrained: encoder must be a module, like the saved encoder, got {got}.")
     path = folder / state["file"]
     tensors = read_tensors(path, sha256=state["sha256"])
     try:
         load_state(encoder, tensors, path)
     except DamagedFileError as error:
-        raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
+        raise ValueError(f"Retriever.from_pretrained: encoder does not match the saved weights: {error}") from None
 
 
 def _parse_candidates(k: int, candidates: Any) -> int:

@@ -66,15 +66,15 @@ def _check_clauses(clauses: int, expression: Expression, most: int) -> None:
         said = str(part)
         raise ValueError(
             f"where: the expression becomes {clauses} clauses that must all hold, more than {MOST}. Simplify "
-            f"{said if len(said) <= 200 else said[:197] + '…'!r}: an `or` of parts with `and` multiplies their "
-            "clauses; prefer is_in and between, or search twice."
+            f"{said if len(said) <= 200 else said[:197] + '…'!r}: an `or` between `and` parts multiplies clauses; "
+            "prefer is_in and between, or search twice."
         )
 
 
 def _check_ranges(count: int) -> None:
     if count > MOST_RANGES:
         raise ValueError(
-            f"where: the values of the expression become {count:,} ranges that are compared, more than "
+            f"where: the expression's values become {count:,} ranges to compare, more than "
             f"{MOST_RANGES:,}: list fewer values, or search twice."
         )
 
@@ -128,7 +128,7 @@ def _compile_comparison(expression: Comparison, schema: Schema, strict: bool, po
     operation = "has_any" if expression.operation == "has" else expression.operation
     if operation not in column.operations:
         there = ", ".join(map(_operation_name, column.operations))
-        raise column.error(f"it has no {_operation_name(expression.operation)}, but {there}")
+        raise column.error(f"{_operation_name(expression.operation)} is not supported, use {there}")
     if isinstance(column, Tags):
         return _compile_tags(column, operation, expression, schema, strict, positive)
     assert isinstance(column, Coded)
@@ -288,7 +288,7 @@ def _build_literals(clause: Clause, schema: Schema) -> list[Literal]:
         raise ValueError(
             f"where: a part needs {len(literals)} tests, more than {MOST}: simplify the conditions on "
             f"{', '.join([*columns, *dict.fromkeys(tag.column for tag in clause.tags)])}"
-            + (f"; {most!r} has {len(columns[most])} ranges of values." if most else ".")
+            + (f"; {most!r} has {len(columns[most])} value ranges." if most else ".")
         )
     return literals
 

@@ -60,8 +60,8 @@ class Coded(Column):
         if ranges == ((0, 0),):
             return f"{self.name} is missing"
         if ranges == ((1, self.top),):
-            return f"{self.name} is there"
-        return f"{self.name} in {len(ranges)} range{'s' * (len(ranges) != 1)} of values"
+            return f"{self.name} is not missing"
+        return f"{self.name} in {len(ranges)} value range{'s' * (len(ranges) != 1)}"
 
 
 # --------------------------------------------------------------------------------------------------------- vocabulary
@@ -118,7 +118,7 @@ class Vocabulary(Column):
                     raise BadValue(
                         first(i),
                         f"is full: {value!r} would be value {number + 1:,} of {self.size:,}; "
-                        f"make it with {self.kind}({number + 1}) or more",
+                        f"create the column with {self.kind}({number + 1}) or more",
                     )
             numbers[i] = number
         return numbers, list(new)
@@ -132,10 +132,10 @@ class Vocabulary(Column):
         """A filter value's number; None if no item ever had the value."""
         kept = as_value(value)
         if kept is None:
-            raise self.error(f"it compares with strings or integers, got {type(value).__name__} {value!r}")
+            raise self.error(f"compare with strings or integers, got {type(value).__name__} {value!r}")
         if self.values and isinstance(kept, str) != isinstance(self.values[0], str):
             held = "strings" if isinstance(self.values[0], str) else "integers"
-            raise self.error(f"it holds {held}, got {type(kept).__name__} {kept!r}")
+            raise self.error(f"the column holds {held}, got {type(kept).__name__} {kept!r}")
         number = self.numbers.get(kept)
         if number is None and strict:
             raise self.error(f"no item has the value {kept!r} (strict=True)")

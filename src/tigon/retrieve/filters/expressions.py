@@ -39,8 +39,8 @@ class Expression:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"where: {self} has no truth value: combine with &, | and ~ in place of and, or and not, write "
-            "(a <= x) & (x <= b) or x.between(a, b) in place of a <= x <= b, and x.is_in(…) in place of in."
+            f"where: {self} has no truth value: combine with &, | and ~ instead of and, or and not, write "
+            "(a <= x) & (x <= b) or x.between(a, b) instead of a <= x <= b, and x.is_in(…) instead of in."
         )
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class ColumnReference:
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"col: the name of a column must be an identifier, got {name!r}.")
+            raise ValueError(f"col: a column name must be an identifier, got {name!r}.")
         self.name = name
 
     def __eq__(self, value: object) -> Expression:  # type: ignore[override]
@@ -163,9 +163,9 @@ def col(name: str) -> ColumnReference:
 def to_scalar(value: Any) -> Scalar:
     """Convert a filter value to a string, an int or a float. Times become their ISO text."""
     if isinstance(value, (ColumnReference, Expression)):
-        raise ValueError(f"where: a column is compared with a value, got {value!r}.")
+        raise ValueError(f"where: a column must be compared with a value, got {value!r}.")
     if is_missing(value):
-        raise ValueError(f"where: nothing equals a missing value, {value!r}: ask with is_null().")
+        raise ValueError(f"where: no value equals a missing value, {value!r}: use is_null().")
     if isinstance(value, np.datetime64):
         return str(value)
     if isinstance(value, np.generic):
@@ -176,7 +176,7 @@ def to_scalar(value: Any) -> Scalar:
         return int(value)
     if isinstance(value, (str, int, float)):
         return value
-    raise ValueError(f"where: a column is compared with a string, a number or a time, got {type(value).__name__}.")
+    raise ValueError(f"where: a column must be compared with a string, a number or a time, got {type(value).__name__}.")
 
 
 def _read_scalars(name: str, method: str, values: Any) -> tuple[Scalar, ...]:

@@ -69,7 +69,7 @@ class Number(Grid):
         if low is None or high is None:
             if step is not None or bits not in (None, 32):
                 raise ValueError(
-                    "Number: step and fewer than 32 bits need low and high, the least and the greatest value."
+                    "Number: step and fewer than 32 bits need low and high, the smallest and largest values."
                 )
             self.bits, self.points = 32, 2**32 - 1
         else:
@@ -132,7 +132,7 @@ class Number(Grid):
             said = "is an integer that float32 cannot hold: give low, high and step=1"
         else:
             wrong = ~missing & np.isinf(narrow) & ~np.isinf(values)
-            said = "is beyond the range of float32"
+            said = "is outside the float32 range"
         if wrong.any():
             at = int(np.argmax(wrong))
             raise BadValue(at, f"{values[at].item()!r} {said}")
@@ -153,7 +153,7 @@ class Number(Grid):
 
     def _check(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(f"it compares with numbers, got {type(value).__name__} {value!r}")
+            raise self.error(f"compare with numbers, got {type(value).__name__} {value!r}")
 
     def position(self, value: Any) -> tuple[int, bool]:
         self._check(value)
@@ -172,8 +172,8 @@ class Number(Grid):
         if not on and not self.approximate:
             around = [self.low + (below + i) * self.step for i in (0, 1)]
             raise self.error(
-                f"{value!r} lies between its steps {around[0]!r} and {around[1]!r}; compare with one of them, "
-                "or make the column with approximate=True to round bounds inward"
+                f"{value!r} lies between the steps {around[0]!r} and {around[1]!r}; compare with a step, or create the "
+                "column with approximate=True to round bounds inward"
             )
         return int(below), on
 
@@ -255,12 +255,12 @@ class Timestamp(Grid):
     def position(self, value: Any) -> tuple[int, bool]:
         time = as_time(value)
         if time is None:
-            raise self.error(f"it compares with times such as '2026-01-31', got {type(value).__name__} {value!r}")
+            raise self.error(f"compare with times such as '2026-01-31', got {type(value).__name__} {value!r}")
         below, rest = divmod(time, self.UNITS[self.unit])
         if rest and not self.approximate and self.first <= below <= self.last:
             raise self.error(
-                f"{value} is no whole {self.unit!r}; compare with {self._text(below)} or {self._text(below + 1)}, "
-                "or make the column with approximate=True to round bounds inward"
+                f"{value} is not a whole {self.unit!r}; compare with {self._text(below)} or {self._text(below + 1)}, "
+                "or create the column with approximate=True to round bounds inward"
             )
         return below - self.first, rest == 0
 

@@ -66,11 +66,9 @@ class Schema:
         for name, column in columns.items():
             read = unicodedata.normalize("NFKC", name)
             if not name.isidentifier() or read.lower() in RESERVED:
-                raise ValueError(
-                    f"Schema: a column's name must be an identifier that filters do not use, got {name!r}."
-                )
+                raise ValueError(f"Schema: a column name must be an identifier not reserved in filters, got {name!r}.")
             if read in self.names:
-                raise ValueError(f"Schema: columns {self.names[read]!r} and {name!r} are one name in filters.")
+                raise ValueError(f"Schema: columns {self.names[read]!r} and {name!r} have the same name in filters.")
             self.names[read] = name
             if not isinstance(column, Column):
                 made = " (an instance: Category(), not Category)" if isinstance(column, type) else ""
@@ -84,7 +82,7 @@ class Schema:
 
     def __getitem__(self, name: str) -> Column:
         if not isinstance(name, str):
-            raise ValueError(f"where: a column is named by text, got {describe(name)}.")
+            raise ValueError(f"where: a column name must be a string, got {describe(name)}.")
         if name not in self.columns:
             if (known := self.names.get(unicodedata.normalize("NFKC", name))) is not None:
                 return self.columns[known]

@@ -42,11 +42,11 @@ def parse(text: str) -> Expression:
     Raises: ValueError for anything else, naming the part of the text.
     """
     if not isinstance(text, str):
-        raise ValueError(f"where: the text of an expression must be a string, got {type(text).__name__}.")
+        raise ValueError(f"where: an expression's text must be a string, got {type(text).__name__}.")
     if len(text) > LONGEST:
-        raise ValueError(f"where: a text must have at most {LONGEST:,} characters, got {len(text):,}.")
+        raise ValueError(f"where: the text must have at most {LONGEST:,} characters, got {len(text):,}.")
     if not is_encodable(text):
-        raise ValueError(f"where: a text must be one that UTF-8 can encode, got {shorten(text)}.")
+        raise ValueError(f"where: the text must be encodable in UTF-8, got {shorten(text)}.")
     if not text.strip():
         raise ValueError("where: the text is empty; pass None to let all items through.")
     try:
@@ -56,7 +56,7 @@ def parse(text: str) -> Expression:
         said = error.msg if isinstance(error, SyntaxError) else str(error.args[0] if error.args else error)
         shown = text if len(text) <= 200 else text[:199] + "…"
         raise ValueError(
-            f"where: {shown!r} is no expression ({said}). One is: country in ('us', 'ca') and not tags has 'spam'."
+            f"where: {shown!r} is not an expression ({said}). Example: country in ('us', 'ca') and not tags has 'spam'."
         ) from None
 
 
@@ -87,7 +87,7 @@ def _rewrite(text: str) -> str:
                 bounds = ""
                 words.append(")")
         else:
-            raise SyntaxError(f"{word!r} has no meaning here")
+            raise SyntaxError(f"{word!r} is not supported")
     return " ".join(words)
 
 
@@ -101,8 +101,8 @@ def _expression(node: ast.expr) -> Expression:
     if isinstance(node, ast.BinOp):
         return _infix(node)
     if isinstance(node, ast.Name):
-        raise SyntaxError(f"{node.id} alone is no condition: compare it")
-    raise SyntaxError(f"{_show(node)} is no condition")
+        raise SyntaxError(f"{node.id} alone is not a condition: compare the column with a value")
+    raise SyntaxError(f"{_show(node)} is not a condition")
 
 
 def _infix(node: ast.BinOp) -> Expression:
@@ -110,11 +110,11 @@ def _infix(node: ast.BinOp) -> Expression:
     if isinstance(node.op, ast.LShift):
         bounds = _values(node.right)
         if len(bounds) != 2:
-            raise SyntaxError("between has two bounds")
+            raise SyntaxError("between needs two bounds")
         return ColumnReference(column).between(*bounds)
     operation = OPERATORS.get(type(node.op))
     if operation is None:
-        raise SyntaxError(f"{_show(node)} is no condition")
+        raise SyntaxError(f"{_show(node)} is not a condition")
     if operation == "has":
         return Comparison(column, operation, _value(node.right))
     return Comparison(column, operation, _values(node.right))
@@ -133,7 +133,7 @@ def _compare(left: ast.expr, operation: str, right: ast.expr) -> Expression:
     column = _column(left)
     if operation in ("is", "is not"):
         if not (isinstance(right, ast.Constant) and right.value is None):
-            raise SyntaxError("is goes with null alone")
+            raise SyntaxError("is must be followed by null or not null")
         null = Comparison(column, "null")
         return null if operation == "is" else Not(null)
     if operation in ("in", "not in"):
@@ -144,7 +144,7 @@ def _compare(left: ast.expr, operation: str, right: ast.expr) -> Expression:
 
 def _column(node: ast.expr) -> str:
     if not isinstance(node, ast.Name):
-        raise SyntaxError(f"{_show(node)} stands where a column's name is expected")
+        raise SyntaxError(f"expected a column name, got {_show(node)}")
     return node.id
 
 
@@ -158,21 +158,21 @@ def _value(node: ast.expr) -> Scalar:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         number = _value(node.operand)
         if isinstance(number, str):
-            raise SyntaxError(f"{_show(node)} is no value")
+            raise SyntaxError(f"{_show(node)} is not a value")
         return -number if isinstance(node.op, ast.USub) else number
     if isinstance(node, ast.Constant):
         value: Any = node.value
         if value is None:
-            raise SyntaxError("nothing equals null: write is null or is not null")
+            raise SyntaxError("no value equals null: write is null or is not null")
         if isinstance(value, bool):
             return int(value)
         if isinstance(value, int) and value.bit_length() > LARGEST:
-            raise SyntaxError(f"an integer has at most {LARGEST:,} bits, got {value.bit_length():,}")
+            raise SyntaxError(f"an integer must have at most {LARGEST:,} bits, got {value.bit_length():,}")
         if isinstance(value, (str, int, float)):
             return value
     if isinstance(node, ast.Name):
-        raise SyntaxError(f"{node.id} stands where a value is expected: strings stand in quotes, {node.id!r}")
-    raise SyntaxError(f"{_show(node)} is no value")
+        raise SyntaxError(f"expected a value, got {node.id}: put strings in quotes, {node.id!r}")
+    raise SyntaxError(f"{_show(node)} is not a value")
 
 
 def _show(node: ast.expr) -> str:

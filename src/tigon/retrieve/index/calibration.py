@@ -53,7 +53,7 @@ class Calibration(NamedTuple):
     rows: tuple[CalibrationRow, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.items:,} items, {self.queries:,} queries; times of one query"]
+        lines = [f"{self.items:,} items, {self.queries:,} queries; times per query"]
         lines.append(f"{'bits':>6}{'candidates':>12}{f'recall@{self.k}':>13}{'MB':>10}{'ms':>10}")
         for row in self.rows:
             name = "exact" if row.bits is None else str(row.bits)

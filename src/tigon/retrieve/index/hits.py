@@ -116,7 +116,7 @@ class Hits:
             )
         names = list(table) if isinstance(table, dict) else list(getattr(table, "column_names", None) or table.columns)
         if taken := [name for name in hits if name in names]:
-            raise ValueError(f"Hits.take: the table must have no column {taken[0]!r}, which tells of the hit.")
+            raise ValueError(f"Hits.take: the table must have no column {taken[0]!r}, which is a field of the hits.")
         rows = self._positions(ids, table, names, id)
         kind = type(table).__module__.split(".")[0]
         if kind == "pyarrow":
@@ -139,21 +139,21 @@ class Hits:
     def _positions(self, ids: npt.NDArray[Any], table: Any, names: list[str], id: str | None) -> npt.NDArray[np.int64]:
         if id is None:
             if self._ids is not None and self._ids.kind == "str":
-                raise ValueError("Hits.take: id must name the column that holds the ids, which are strings, got None.")
+                raise ValueError("Hits.take: id must name the column with the ids, which are strings, got None.")
             length = len(next(iter(table.values()), [])) if isinstance(table, dict) else len(table)
             wrong = (ids < 0) | (ids >= length)
             if wrong.any():
                 raise ValueError(
-                    f"Hits.take: id {ids[wrong][0]} is no row of the table, which has {length:,}: name the column that "
-                    "holds the ids, id=…"
+                    f"Hits.take: id {ids[wrong][0]} is not a row of the table, which has {length:,} rows: name the id "
+                    "column, id=…"
                 )
             return ids.astype(np.int64)
         if not isinstance(id, str) or id not in names:
             listed = ", ".join(map(repr, names))
-            raise ValueError(f"Hits.take: id must be a column of the table, {listed}, got {shorten(id)}.")
+            raise ValueError(f"Hits.take: id must be a column in the table, {listed}, got {shorten(id)}.")
         read = read_ids("Hits.take", table[id])
         place = {value: i for i, value in enumerate(read if isinstance(read, list) else read.tolist())}
         missing = [value for value in ids.tolist() if value not in place]
         if missing:
-            raise ValueError(f"Hits.take: id {missing[0]!r} is not in the column {id!r} of the table.")
+            raise ValueError(f"Hits.take: id {missing[0]!r} is not in the table's column {id!r}.")
         return np.array([place[value] for value in ids.tolist()], dtype=np.int64)

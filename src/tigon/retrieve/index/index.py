@@ -170,7 +170,7 @@ class BaseIndex:
         if len(self) < self._shards:
             each = f" on each of {self._shards} ranks" if self._shards > 1 else ""
             raise ValueError(
-                f"Index.warmup: the index must hold items{each}, since kernels depend on how many, got {len(self)}."
+                f"Index.warmup: the index must hold items{each}, since kernels depend on their number, got {len(self)}."
             )
         warm_kernels(self.table, self.parse(query, k, where, **options))
         self.search(query, k, where, **options)
@@ -398,7 +398,7 @@ class Index(BaseIndex, nn.Module):
             for an index over a parameter; OSError if the disk is full.
         """
         if self.table.is_over_parameter:
-            raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")
+            raise ValueError("Index.save: an index over a parameter is saved in the model's state_dict.")
         with self.table.scheduler.update_lock:
             snapshot.save_snapshot(self.writer, read_path("Index.save", "path", path), self.folder)
 

@@ -58,7 +58,7 @@ def parse_vectors(embeddings: Any, ids: Ints | list[str], format: VectorFormat) 
     if format.metric == "cosine":
         wide = given.float()
         lengths = wide.norm(dim=1, keepdim=True)
-        _refuse(lengths[:, 0] == 0, ids, f"{name}: embeddings must have a length above 0 for cosine, got 0 for id")
+        _refuse(lengths[:, 0] == 0, ids, f"{name}: embeddings must have a norm above 0 for cosine, got 0 for id")
         given = torch.where(lengths.isfinite(), wide / lengths, wide)
     stored = given.to(format.dtype)
     is_narrow = stored.element_size() == 1  # torch may write infinity, and larger numbers, as the largest number

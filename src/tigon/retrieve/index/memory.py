@@ -50,7 +50,7 @@ class MemoryPlan(NamedTuple):
             parts.append(("filters", self.filters))
         lines = [f"  {name:<11}{format_bytes(size):>12} on the device" for name, size in parts if size]
         if self.filters:
-            lines[-1] += ", as filters come again"
+            lines[-1] += ", for cached filters"
         host = f"  {'tables':<11}{format_bytes(self.host):>12} on the host"
         return "\n".join([f"{self.items:,} items", *lines, host])
 
@@ -83,7 +83,7 @@ def plan_memory(
         raise ValueError(f"plan_memory: schema must be a Schema, got {type(schema).__name__}.")
     length = None if id_length is None else as_number(id_length)
     if id_length is not None and (length is None or not 0 <= length < float("inf")):
-        raise ValueError(f"plan_memory: id_length must be a number of bytes, 0 or more, got {shorten(id_length)}.")
+        raise ValueError(f"plan_memory: id_length must be in bytes, 0 or more, got {shorten(id_length)}.")
     return make_plan(format, items, Schema() if schema is None else schema, length)
 
 

@@ -109,7 +109,7 @@ def parse_k(k: Any, B: int, name: str = "Index.search") -> tuple[int, Sequence[i
         most, ks = number, None
     else:
         if isinstance(k, (str, bytes)) or not (isinstance(k, Sequence) or getattr(k, "ndim", 0) == 1):
-            raise ValueError(f"{name}: k must be an integer, or a list of one for each query, got {shorten(k)}.")
+            raise ValueError(f"{name}: k must be an integer, or a list with an integer per query, got {shorten(k)}.")
         ks = [as_int(n) or 0 for n in k]
         if len(ks) != B or min(ks, default=1) < 1:
             raise ValueError(f"{name}: k must be positive integers, one for each of {B} queries, got {shorten(k)}.")
@@ -153,8 +153,8 @@ def broadcast_filters(where: Any, B: int) -> Sequence[Any]:
         return [where] * B
     if not isinstance(where, (list, tuple)):
         raise ValueError(
-            "Index.search: where must be an expression of col(…), its text, None, or a list of one for each query, got "
-            f"{describe(where)}."
+            "Index.search: where must be an expression of col(…), its text, None, or a list with one of these per "
+            f"query, got {describe(where)}."
         )
     if len(where) != B:
         raise ValueError(f"Index.search: where must have an expression for each of {B} queries, got {len(where)}.")
@@ -166,7 +166,7 @@ def _parse_candidates(codes: str | None, k: int, candidates: Any) -> int | None:
         return None
     if codes != "sign":
         raise ValueError(
-            f"Index.search: candidates must be None for an index without codes 'sign', which scores all, got "
+            f"Index.search: candidates must be None for an index without codes 'sign', which scores all items, got "
             f"{shorten(candidates)}."
         )
     number = as_int(candidates)

@@ -123,7 +123,7 @@ class ItemDirectory:
         read = read_ids(name, ids)
         kind = "str" if isinstance(read, list) else "int64"
         if len(read) and self.ids is not None and self.ids.kind != kind:
-            raise ValueError(f"{name}: ids must be {self.ids.kind}, as those in the index are, got {kind}.")
+            raise ValueError(f"{name}: ids must be {self.ids.kind}, like the ids in the index, got {kind}.")
         return read
 
     def number_rows(self, ids: Ints | list[str]) -> Ints:
@@ -133,7 +133,7 @@ class ItemDirectory:
         """
         if len(ids) != self.capacity or len(last_of_each(ids)) != self.capacity:
             raise ValueError(
-                f"Index.over: ids must be {self.capacity:,} different ones, one for each row, got {len(ids):,}."
+                f"Index.over: ids must be {self.capacity:,} distinct ids, one for each row, got {len(ids):,}."
             )
         self.ids = StringIds() if isinstance(ids, list) else IntIds()
         keys = self.ids.keys(ids)

@@ -35,8 +35,8 @@ class _InterruptedLock:
 
     def acquire(self, timeout: float = -1) -> bool:
         raise RuntimeError(
-            "Index: this process was forked while another thread wrote to the index, whose copy here is only searched: "
-            "fork between updates, or load the index in this process."
+            "Index: this process was forked while another thread wrote to the index, and this process's copy can only "
+            "be searched: fork between updates, or load the index in this process."
         )
 
     def __enter__(self) -> bool:

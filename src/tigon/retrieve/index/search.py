@@ -148,6 +148,6 @@ def make_hits(
 
 def _make_memory_error(queries: int) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
-        f"Index.search: the device's memory does not suffice for {queries} {'query' if queries == 1 else 'queries'} at "
-        "once; the index is as it was: search smaller batches, or free memory."
+        f"Index.search: not enough device memory for {queries} {'query' if queries == 1 else 'queries'} at "
+        "once; the index is unchanged: search smaller batches, or free memory."
     )

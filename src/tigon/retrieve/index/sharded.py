@@ -136,7 +136,7 @@ class ShardedIndex(BaseIndex):
         self.ranks.check_alike(name, *arguments)
 
     def __reduce__(self) -> Any:
-        raise TypeError("ShardedIndex: an index of several processes is not copied or pickled: save and load it.")
+        raise TypeError("ShardedIndex: an index over several processes cannot be copied or pickled: use save and load.")
 
     def __repr__(self) -> str:
         return f"ShardedIndex({self.extra_repr()}, rank {self.ranks.own} of {self.ranks.count})"
@@ -222,7 +222,8 @@ class ShardedIndex(BaseIndex):
         def make(format: VectorFormat, capacity: int, schema: Schema) -> Shard:
             if format.codes == "sign":
                 raise ValueError(
-                    f"Index.load: {path} has codes 'sign', which a ShardedIndex does not have: load it on one device."
+                    f"Index.load: {path} has codes 'sign', which a ShardedIndex does not support: load the index on "
+                    "one device."
                 )
             return allocate_shard(format, capacity, schema, ranks)
 

@@ -83,8 +83,8 @@ class OpenFolder:
             return
         if own is not None and own.pid != os.getpid():
             raise ValueError(
-                f"Index.save: {path} was opened by process {own.pid}, of which this process is a fork: its copy of the "
-                "index may lack what was written since. Save it to another folder."
+                f"Index.save: {path} was opened by process {own.pid}, and this process is a fork: this copy of the "
+                "index may lack later writes. Save to another folder."
             )
         lock = FolderLock("Index.save", path)
         try:
@@ -195,14 +195,16 @@ def save_snapshot(writer: ItemWriter, path: Path, folder: OpenFolder, ranks: Ran
     with ExitStack() as lock:
         new = NewSnapshot(writer, path, folder, ranks, lock)
         try:
-            said = "another rank could not write, and says why"
+            said = "another rank could not write; see that rank's error"
             number = torch.tensor([ranks.run_together(OSError, said, new.begin)], device=ranks.device)
             new.name(int(ranks.gather(number).max()))
             for step in (new.write, new.commit):
                 ranks.run_together(OSError, said, step)
         except OSError as error:
             said = (
-                "it is written, but the disk does not say so" if new.is_written() else "what was there before is there"
+                "the snapshot is written, but the disk did not confirm the write"
+                if new.is_written()
+                else "the previous content is unchanged"
             )
             code, reason = error.errno or errno.EIO, error.strerror or error
             raise OSError(code, f"Index.save: {path}: {reason}; {said}") from error
@@ -218,7 +220,7 @@ def check_folder(path: Path) -> bool:
     Raises: ValueError if the path is a file.
     """
     if path.exists() and not path.is_dir():
-        raise ValueError(f"Index.save: path must be a folder, which is made if it is not there, got the file {path}.")
+        raise ValueError(f"Index.save: path must be a folder, which is created if missing, got the file {path}.")
     return not path.exists()
 
 
@@ -265,7 +267,7 @@ def load_snapshot(path: Path, make: Make, ranks: Ranks = ALONE) -> ItemWriter:
     make: allocates the rows.
     """
     name = "Index.load"
-    said = f"{name}: another rank could not read {path}, and says why."
+    said = f"{name}: another rank could not read {path}; see that rank's error."
     for _ in range(TRIES):
         folder = ranks.run_together(ValueError, said, lambda: find_newest(name, path))
         content_before = read_bytes(folder / MANIFEST)
@@ -280,12 +282,12 @@ def load_snapshot(path: Path, make: Make, ranks: Ranks = ALONE) -> ItemWriter:
             continue
         if not ranks.any(is_replaced(folder, content_before)):
             return writer
-    raise ValueError(f"{name}: {path} was saved {TRIES} times, each time before it was read: load it again.")
+    raise ValueError(f"{name}: {path} was replaced during each of {TRIES} reads: load the index again.")
 
 
 def _load(name: str, folder: Path, make: Make, ranks: Ranks) -> tuple[ItemWriter, dict[str, Any]]:
     """Load a snapshot without its journal, with the manifest's content."""
-    said = f"{name}: another rank could not read {folder}, and says why."
+    said = f"{name}: another rank could not read {folder}; see that rank's error."
 
     def allocate() -> tuple[ItemWriter, dict[str, Any]]:
         content = read_manifest(name, folder)
@@ -380,4 +382,4 @@ def check_files(name: str, folder: Path, files: dict[str, Any]) -> None:
         if not path.exists():
             raise ValueError(f"{name}: {path} is missing.")
         if disk.compute_digest(path) != file_about:
-            raise ValueError(f"{name}: {path} is damaged: its checksum is not that of the manifest.")
+            raise ValueError(f"{name}: {path} is damaged: the checksum differs from the manifest.")

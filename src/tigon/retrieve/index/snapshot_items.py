@@ -66,7 +66,7 @@ def fill(
             with _open(folder / file_name) as file:
                 places = _read_places(table, file, content)
                 if is_filled[places].any() or len(np.unique(places)) < len(places):
-                    raise _UnfitError("items have the same place")
+                    raise _UnfitError("several items have the same position")
                 is_filled[places] = True
                 if are_texts:
                     for place, text in zip(places.tolist(), _read_texts(file), strict=True):
@@ -83,12 +83,12 @@ def fill(
         except _UnfitError as unfit:
             raise ValueError(f"{name}: {folder / file_name} is damaged: {unfit}.") from None
     if not is_filled.all():
-        raise ValueError(f"{name}: {folder} is damaged: its files hold {is_filled.sum():,} items of {count:,}.")
+        raise ValueError(f"{name}: {folder} is damaged: the files hold {is_filled.sum():,} of {count:,} items.")
     ids = KINDS[content["ids"]]() if content["ids"] else None
     if isinstance(ids, StringIds):
         keys = ids.keys(texts) if len(set(texts)) == count else keys[:0]
     if len(np.unique(keys)) < count or (keys == -1).any():
-        raise ValueError(f"{name}: {folder} is damaged: it does not have an id for each item.")
+        raise ValueError(f"{name}: {folder} is damaged: some items have no id.")
     own = keys[rank::ranks]
     table.item_ids[: len(own)] = torch.from_numpy(own).to(table.device)
     table.live.copy_(make_live_bits(len(own), len(table.live)))
@@ -119,7 +119,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, RuntimeError):  # torch's error for a file that cannot be opened
-        raise _UnfitError("it is not a whole safetensors file") from None
+        raise _UnfitError("not a complete safetensors file") from None
 
 
 def _read_places(table: RowTable, file: Any, content: dict[str, Any]) -> Ints:
@@ -132,7 +132,7 @@ def _read_places(table: RowTable, file: Any, content: dict[str, Any]) -> Ints:
 
     def shape(name: str, dtype: torch.dtype) -> list[int]:
         if name not in names or file.get_slice(name).get_dtype() != disk.DTYPES[dtype]:
-            raise _UnfitError(f"it must hold {name} of {dtype}")
+            raise _UnfitError(f"the file must hold {name} of {dtype}")
         return list(file.get_slice(name).get_shape())
 
     count = math.prod(shape("places", torch.int64)) if sharded else content["items"]
@@ -151,13 +151,13 @@ def _read_places(table: RowTable, file: Any, content: dict[str, Any]) -> Ints:
     if table.codes is not None and table.codes.error is not None:
         wanted["error"] = table.codes.error.dtype, [*table.codes.error.shape]
     if names - wanted.keys():
-        raise _UnfitError(f"it holds {', '.join(sorted(names - wanted.keys()))}, which such an index does not have")
+        raise _UnfitError(f"the file holds {', '.join(sorted(names - wanted.keys()))}, unknown to this index")
     for name, (dtype, expected) in wanted.items():
         if shape(name, dtype) != expected:
             raise _UnfitError(f"{name} must have shape {expected}, got {shape(name, dtype)}")
     places: Ints = file.get_tensor("places").numpy() if sharded else np.arange(count)
     if count and not 0 <= places.min() <= places.max() < content["items"]:
-        raise _UnfitError("it has places of other items")
+        raise _UnfitError("the file has positions outside the index")
     return places
 
 

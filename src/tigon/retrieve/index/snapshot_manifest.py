@@ -66,19 +66,19 @@ def read_manifest(name: str, folder: Path) -> dict[str, Any]:
         raise ValueError(f"{name}: {path} is missing or cannot be read.")
     content = unseal(raw)
     if content is None:
-        raise ValueError(f"{name}: {path} is damaged: its checksum is not that of its content.")
+        raise ValueError(f"{name}: {path} is damaged: the checksum does not match the content.")
     if content.get("format") != FORMAT:
         got = content.get("format")
-        raise ValueError(f"{name}: {path} has format {got!r}, this version of Tigon reads {FORMAT}: build it again.")
+        raise ValueError(f"{name}: {path} has format {got!r}, this version of Tigon reads {FORMAT}: rebuild the index.")
     for key, fits in FITS.items():
         if key not in content or not fits(content[key]):
             raise ValueError(f"{name}: {path} is damaged: {key} must not be {shorten(content.get(key))}.")
     if content["items"] > (content["capacity"] if content["ids"] else 0):
-        raise ValueError(f"{name}: {path} is damaged: it has more items than room or ids for them.")
+        raise ValueError(f"{name}: {path} is damaged: more items than capacity or ids.")
     shards = content.get("shards", 0)
     wanted = [f"items-{n}.safetensors" for n in range(len(content["files"]))] if "shards" in content else [ITEMS]
     if {*content["files"]} != {*wanted} or type(shards) is not int or shards not in (0, len(wanted)):
-        raise ValueError(f"{name}: {path} is damaged: its files are not those of an index.")
+        raise ValueError(f"{name}: {path} is damaged: the files do not form an index.")
     return content
 
 

@@ -279,7 +279,7 @@ class RowTable(nn.Module):
         about = json.loads(state.cpu().numpy().tobytes())
         schema = Schema.from_json(about["schema"])
         if schema.places != self.schema.places:
-            raise ValueError(f"Index: the state is of an index with {schema!r}, not {self.schema!r}.")
+            raise ValueError(f"Index: the state belongs to an index with {schema!r}, not {self.schema!r}.")
         self.attributes = Attributes(schema)
         self.directory.ids = KINDS[about["ids"]]() if about["ids"] else None
         if isinstance(self.directory.ids, StringIds):
@@ -351,7 +351,7 @@ def allocate_table(format: VectorFormat, capacity: int, schema: Schema, device: 
         if torch.device(device or "cpu").type != "cpu":  # a CPU's error has no distinct type
             raise
         raise ValueError(
-            f"Index: capacity must be as many items as memory holds, got {capacity:,} of width {format.dim:,}: {error}"
+            f"Index: capacity must fit in memory, got {capacity:,} items of width {format.dim:,}: {error}"
         ) from error
 
 

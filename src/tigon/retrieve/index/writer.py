@@ -59,7 +59,8 @@ class ItemWriter:
         if self.table.is_over_parameter:
             if embeddings is not None:
                 raise ValueError(
-                    f"{name}: embeddings must be None for an index over a parameter, which holds them: write to that."
+                    f"{name}: embeddings must be None for an index over a parameter, which holds the embeddings: "
+                    "update the parameter."
                 )
         else:
             vectors = parse_vectors(embeddings, read, self.table.format)
@@ -98,9 +99,7 @@ class ItemWriter:
         if self.table.is_over_parameter:
             if new:
                 first = show_id(ids, int(np.argmax(rows < 0)))
-                raise ValueError(
-                    f"Index.upsert: ids must be rows of the parameter that the index is over, got {first}."
-                )
+                raise ValueError(f"Index.upsert: ids must be rows of the indexed parameter, got {first}.")
             return
         count, capacity = len(self.directory), self.directory.capacity
         if count + new > capacity:
@@ -108,7 +107,7 @@ class ItemWriter:
             size = format_bytes(self.plan(needed).device_bytes)
             raise ValueError(
                 f"Index.upsert: {new:,} new items do not fit: the index holds {count:,} of {capacity:,}. "
-                f"index.grow({needed}) makes room, and takes {size} on the device."
+                f"index.grow({needed}) adds capacity, and takes {size} on the device."
             )
 
     def find(self, name: str, ids: Any) -> tuple[Ints | list[str], Ints, Ints]:
@@ -186,8 +185,8 @@ class ItemWriter:
                 torch.empty(needed, dtype=torch.uint8, device=table.device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"Index.upsert: the device's memory does not suffice for {format_bytes(needed)} of new items on their "
-                "way; nothing is written."
+                f"Index.upsert: not enough device memory for {format_bytes(needed)} of new items in transit; nothing "
+                "was written."
             ) from error
 
     def grow(self, capacity: int) -> None:
@@ -198,10 +197,10 @@ class ItemWriter:
         """
         directory = self.directory
         if self.table.is_over_parameter:
-            raise ValueError("Index.grow: an index over a parameter has its rows; make the parameter larger.")
+            raise ValueError("Index.grow: an index over a parameter has a fixed size; make the parameter larger.")
         if capacity < directory.capacity:
             raise ValueError(
-                f"Index.grow: capacity must be at least {directory.capacity:,}, what there is, got {capacity:,}."
+                f"Index.grow: capacity must be at least {directory.capacity:,}, the present capacity, got {capacity:,}."
             )
         try:
             # A growth that the journal refused has left more rows.
@@ -209,8 +208,8 @@ class ItemWriter:
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"Index.grow: {capacity:,} items take {format_bytes(self.plan(capacity).device_bytes)} on the device, "
-                "beside the buffers that there are, which is more than is free; the index is as it was: save it and "
-                "load it where there is room."
+                "beside the existing buffers, more than the free memory; the index is unchanged: save the index and "
+                "load it on a device with enough memory."
             ) from error
         directory.capacity = capacity
 
@@ -238,7 +237,7 @@ class ItemWriter:
                     self.write(self._unpack(tensors))
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise ValueError(
-                    f"Index: the journal {path} does not fit its snapshot, before byte {end:,}: {error}"
+                    f"Index: the journal {path} does not match its snapshot, before byte {end:,}: {error}"
                 ) from error
 
     def _unpack(self, tensors: dict[str, Tensor]) -> ItemBatch:

@@ -51,14 +51,14 @@ class AttributeEncoder:
         known = about if isinstance(about, dict) else {}
         kinds, attributes = known.get("kinds"), known.get("attributes", ())
         if not isinstance(kinds, dict) or not kinds or not {*map(str, kinds.values())} <= {"Category", "Tags"}:
-            raise ValueError(f"no columns of {who}")
+            raise ValueError(f"no columns for {who}")
         fits = isinstance(attributes, list) and all(
             isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and pair[0] in kinds
             and type(pair[1]) in (str, int)
             for pair in attributes
         )  # fmt: skip
         if not fits or len({(*pair,) for pair in attributes}) < len(attributes):
-            raise ValueError(f"no list of attributes of {who}")
+            raise ValueError(f"no attribute list for {who}")
         return cls(who, kinds, ((name, value) for name, value in attributes))
 
     def encode(self, name: str, table: Any, grow: bool = False) -> tuple[EncodedAttributes, dict[str, Any]]:
@@ -74,12 +74,14 @@ class AttributeEncoder:
                 there = (
                     f"there is {near[0]!r}" if near else f"there are {', '.join(map(repr, columns)) or 'no columns'}"
                 )
-                raise ValueError(f"{name}: the table of {self.who} must have the column {column!r}, a {kind}; {there}.")
+                raise ValueError(
+                    f"{name}: the table for {self.who} must have the column {column!r}, a {kind}; {there}."
+                )
             try:
                 at, indices, values = _read(kind, columns[column])
             except BadValue as error:
                 raise ValueError(
-                    f"{name}: column {column!r} ({kind}) of {self.who}, row {error.position}: {error}."
+                    f"{name}: column {column!r} ({kind}) for {self.who}, row {error.position}: {error}."
                 ) from None
             numbers = np.array([self._number((column, value), grow) for value in values], dtype=np.int64)
             numbers = numbers[indices] if len(values) else np.zeros(0, dtype=np.int64)
@@ -101,7 +103,7 @@ class AttributeEncoder:
         """The attribute numbers in one row, given as {"country": "us", "tags": ["new"]}."""
         if not isinstance(attributes, Mapping):
             raise ValueError(
-                f"{name}: attributes of {self.who} must be a dict with a value for each column, got "
+                f"{name}: attributes for {self.who} must be a dict with a value for each column, got "
                 f"{type(attributes).__name__}."
             )
         return self.encode(name, {column: [value] for column, value in attributes.items()})[0].numbers
@@ -124,24 +126,22 @@ def find_rows(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str
     wanted = read_ids(name, ids)
     if id is None:
         if isinstance(wanted, list):
-            raise ValueError(f"{name}: pairs must name {who} by row numbers where no column of ids is given, got text.")
+            raise ValueError(f"{name}: pairs must name {who} by row number when no id column is given, got text.")
         wrong = (wanted < 0) | (wanted >= count)
         if wrong.any():
-            raise ValueError(f"{name}: pairs name {wanted[wrong][0]} of {who}, whose table has {count:,} rows.")
+            raise ValueError(f"{name}: pairs name {wanted[wrong][0]} for {who}, but the table has {count:,} rows.")
         return wanted
     if not isinstance(id, str) or id not in columns:
-        raise ValueError(f"{name}: the table of {who} must have the column {id!r} of ids.")
+        raise ValueError(f"{name}: the table for {who} must have the id column {id!r}.")
     listed = read_ids(name, columns[id])
     in_table, in_pairs = ("text" if isinstance(part, list) else "integers" for part in (listed, wanted))
     if in_table != in_pairs and len(listed):
-        raise ValueError(f"{name}: ids of {who} are {in_table} in the table and {in_pairs} in pairs.")
+        raise ValueError(f"{name}: ids for {who} are {in_table} in the table and {in_pairs} in pairs.")
     values, asked = (part if isinstance(part, list) else part.tolist() for part in (listed, wanted))
     place = {value: row for row, value in enumerate(values)}
     if len(place) < len(values):
         twice = next(value for row, value in enumerate(values) if place[value] != row)
-        raise ValueError(
-            f"{name}: the column {id!r} of {who} must have each id once, but has {twice!r} more than once."
-        )
+        raise ValueError(f"{name}: the column {id!r} for {who} must have each id once, but repeats {twice!r}.")
     if (missing := next((value for value in asked if value not in place), None)) is not None:
-        raise ValueError(f"{name}: pairs name {missing!r}, which is not in the column {id!r} of {who}.")
+        raise ValueError(f"{name}: pairs name {missing!r}, which is not in the column {id!r} for {who}.")
     return np.array([place[value] for value in asked], dtype=np.int64)

@@ -72,7 +72,7 @@ class LinkOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.l1, bool) or not isinstance(self.l1, (int, float)) or not 0 <= self.l1 < float("inf"):
-            raise ValueError(f"LinkOptions: l1 must be a number from 0, got {self.l1!r}.")
+            raise ValueError(f"LinkOptions: l1 must be a number, 0 or more, got {self.l1!r}.")
         for name, least in (("negatives", 1), ("steps", 1), ("seed", 0)):
             object.__setattr__(self, name, read_int("LinkOptions", name, getattr(self, name), least))
 
@@ -167,7 +167,7 @@ class Links:
         others = ((confirmed // N)[:, None] * N + drawn).reshape(-1)
         others = others[~np.isin(others, confirmed)]
         if not len(others):
-            raise ValueError(f"{name}: pairs must leave pairs that are not confirmed, got each query with every item.")
+            raise ValueError(f"{name}: pairs must leave some pairs unconfirmed, got every query with every item.")
         both = np.concatenate((confirmed, others))
         features, starts = _cross(encoded_q, encoded_i, both // N, both % N, len(sides[1].attributes))
         known, numbered = np.unique(features, return_inverse=True)
@@ -175,7 +175,7 @@ class Links:
         given = [torch.from_numpy(array).to(device or "cpu") for array in (numbered.reshape(-1), starts, target)]
         result = fit(given[0], given[1], given[2], len(known), options.l1, options.steps)
         if not result.converged:
-            warnings.warn(f"{name}: {options.steps} steps did not suffice; edges may change with more.", stacklevel=2)
+            warnings.warn(f"{name}: not converged in {options.steps} steps; more steps may change edges.", stacklevel=2)
         weights = result.weights.float().cpu().numpy()
         kept = np.flatnonzero(weights)
         wide = max(len(sides[1].attributes), 1)
@@ -339,19 +339,19 @@ class Links:
                 raise ValueError(f"format {shorten(about['format'])}, not {FORMAT}")
             queries, items = (AttributeEncoder.from_json(who, about.get(who)) for who in ("queries", "items"))
             if not isinstance(about["bias"], float) or not math.isfinite(about["bias"]):
-                raise ValueError("a bias that is no number")
+                raise ValueError("a bias that is not a number")
             if weight.dtype != np.float32 or weight.ndim != 1 or not np.isfinite(weight).all():
-                raise ValueError("weights that are no numbers")
+                raise ValueError("weights that are not numbers")
             for numbers, side in ((query, queries), (item, items)):
                 if (
                     numbers.dtype != np.int64
                     or numbers.shape != weight.shape
                     or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(side.attributes))
                 ):
-                    raise ValueError("edges of attributes that are not there")
+                    raise ValueError("edges with unknown attributes")
         except ValueError as error:
             raise ValueError(
-                f"Links.load: {path} holds no links that `save` wrote: {str(error).rstrip('.')}."
+                f"Links.load: {path} is not a file that Links.save wrote: {str(error).rstrip('.')}."
             ) from None
         return cls(queries, items, query, item, weight, about["bias"])
 
@@ -365,11 +365,11 @@ def _select_columns(name: str, option: str, schema: Any, strict: bool) -> dict[s
     other = next((column for column in schema.columns if column not in fitting), None)
     if strict and other is not None:
         raise ValueError(
-            f"{name}: columns of {option} must be Category or Tags, got {other!r}, a {schema.columns[other].kind}: "
-            "make categories of its ranges."
+            f"{name}: columns in {option} must be Category or Tags, got {other!r}, a {schema.columns[other].kind}: "
+            "bin the values into categories."
         )
     if not fitting:
-        raise ValueError(f"{name}: {option} must have a column of kind Category or Tags, got {schema!r}.")
+        raise ValueError(f"{name}: {option} must have a Category or Tags column, got {schema!r}.")
     return fitting
 
 
@@ -379,21 +379,21 @@ def _parse_pairs(name: str, pairs: Any) -> tuple[Any, Any]:
     second: Any
     if isinstance(pairs, (list, tuple)):
         if any(not isinstance(pair, (list, tuple, np.ndarray)) or len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{name}: pairs must be pairs of a query and an item.")
+            raise ValueError(f"{name}: pairs must be (query, item) pairs.")
         first, second = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     elif isinstance(pairs, (np.ndarray, Tensor)):
         if pairs.ndim != 2 or pairs.shape[1] != 2:
-            raise ValueError(f"{name}: pairs must be (pairs, 2), a query and an item each, got {tuple(pairs.shape)}.")
+            raise ValueError(f"{name}: pairs must be (pairs, 2), each a query and an item, got {tuple(pairs.shape)}.")
         first, second = pairs[:, 0], pairs[:, 1]
     else:
         columns, _ = read_columns("retrieve", pairs)
         if len(columns) != 2:
             raise ValueError(
-                f"{name}: pairs must be a table of two columns, queries and items, got {', '.join(map(repr, columns))}."
+                f"{name}: pairs must be a two-column table, queries and items, got {', '.join(map(repr, columns))}."
             )
         first, second = columns.values()
     if not len(first):
-        raise ValueError(f"{name}: pairs must hold one confirmed pair at least, got none.")
+        raise ValueError(f"{name}: pairs must hold at least one confirmed pair, got none.")
     return first, second
 
 

@@ -44,13 +44,13 @@ def resolve_links(links: Any, alpha: Any, B: int, attributes: Attributes, device
     if links is None:
         if alpha != 1:
             raise ValueError(
-                f"Index.search: alpha must be 1 without links, beside which it weighs vectors, got {alpha!r}."
+                f"Index.search: alpha must be 1 without links, since alpha weighs vectors against links, got {alpha!r}."
             )
         return None
     if not isinstance(links, LinkWeights):
-        raise ValueError(f"Index.search: links must be what Links.weigh(queries) returns, got {type(links).__name__}.")
+        raise ValueError(f"Index.search: links must come from Links.weigh(queries), got {type(links).__name__}.")
     if len(links.weights) != B:
-        raise ValueError(f"Index.search: links must be of {B} queries, as query is, got {len(links.weights)}.")
+        raise ValueError(f"Index.search: links must be for {B} queries, like query, got {len(links.weights)}.")
     tags, columns = _find_tags(links, attributes, device)
     if not columns:
         return ResolvedLinks(tags, torch.zeros(B, 0, device=device), (), links)
@@ -79,10 +79,10 @@ def _find_tags(links: LinkWeights, attributes: Attributes, device: torch.device)
 def _make_test(schema: Schema, name: str, value: Any) -> tuple[int, int, int] | None:
     """The word, mask and value by which rows have an attribute; None if no item ever had the attribute."""
     if name not in schema.columns:
-        raise ValueError(f"Index.search: links lead to a column {name!r} of items{schema.nearest(name)}.")
+        raise ValueError(f"Index.search: links lead to an item column {name!r}{schema.nearest(name)}.")
     column = schema.columns[name]
     if not isinstance(column, (Category, Tags)):
-        raise ValueError(f"Index.search: links lead to values of {name!r}, which is a {column.kind} of the index.")
+        raise ValueError(f"Index.search: links lead to values of {name!r}, a {column.kind} in the index.")
     number = column.numbers.get(value)
     if number is None:
         return None
@@ -110,5 +110,5 @@ class HitLinks(NamedTuple):
 def describe_links(links: ResolvedLinks, codes: str | None) -> str:
     """Describe a search with links, for `Index.explain`."""
     words = len({tag.word for tag in links.tags.tags})
-    text = f"links to {len(links.tags)} values of items, in {words} word{'s' * (words != 1)}, are added in the scan"
-    return text + (f"; codes {codes!r} are not read, all that pass are scored" if codes else "")
+    text = f"links to {len(links.tags)} item values, in {words} word{'s' * (words != 1)}, are added in the scan"
+    return text + (f"; codes {codes!r} are not used, every matching item is scored" if codes else "")

@@ -172,8 +172,8 @@ def _check_placement(query: Tensor, given: dict[str, Tensor | None]) -> None:
         for name, t in (("query", query), *given.items()):
             if t is not None and t.requires_grad:
                 raise ValueError(
-                    f"filtered_topk: {name} must not require a gradient, which the answer does not have, got one that "
-                    "does: search under torch.no_grad(), or pass it detached, and score the found rows again."
+                    f"filtered_topk: {name} must not require a gradient, since the result has none, got a tensor that "
+                    "does: search under torch.no_grad(), or detach the tensor, and rescore the found rows."
                 )
 
 
@@ -209,12 +209,14 @@ def _check_tags(
     floats = torch.float32, torch.float64
     if tag_weights is None or tag_weights.shape != wanted or tag_weights.dtype not in floats:
         got = "None" if tag_weights is None else f"{tuple(tag_weights.shape)} {tag_weights.dtype}"
-        raise ValueError(f"filtered_topk: tag_weights must be {wanted} fp32, a query and a tag each, got {got}.")
+        raise ValueError(f"filtered_topk: tag_weights must be {wanted} fp32, a weight per query and tag, got {got}.")
     have = 0 if attributes is None else attributes.shape[0]
     if have < tags.words:
         raise ValueError(f"filtered_topk: attributes must have the {tags.words} words that the tags test, got {have}.")
     if plan == "codes":
-        raise ValueError("filtered_topk: plan must not be 'codes' with tags, which signs know nothing of, got 'codes'.")
+        raise ValueError(
+            "filtered_topk: plan must not be 'codes' with tags, which sign codes do not cover, got 'codes'."
+        )
     return True
 
 
@@ -241,7 +243,7 @@ def _check_codes(coded: CodedItems, k: int) -> None:
             got = f"{tuple(t.shape)} {t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
             raise ValueError(
                 f"filtered_topk: {name} of items must be {shape} {str(dtype).removeprefix('torch.')} on {device}, as "
-                f"encode_items makes it, got {got}."
+                f"encode_items returns it, got {got}."
             )
 
 
@@ -296,9 +298,7 @@ def _check_bits(query: Tensor, rows: int, where: RowBits, plan: str) -> RowBits:
             f"{tuple(bits.shape)} {bits.dtype}."
         )
     if bits.stride(1) != 1 and words > 1:
-        raise ValueError(
-            f"filtered_topk: where.bits must have its numbers one behind the other, got strides {bits.stride()}."
-        )
+        raise ValueError(f"filtered_topk: where.bits must have contiguous rows, got strides {bits.stride()}.")
     for name, t, dtype, size in (("which", where.which, torch.int32, B), ("starts", where.starts, torch.int64, None)):
         if t is not None and (t.dim() != 1 or t.dtype != dtype or (size is not None and len(t) != size)):
             raise ValueError(

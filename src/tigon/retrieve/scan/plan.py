@@ -119,8 +119,8 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         how = {
             "dense": "all rows",
-            "compact": "rows that pass, by a list",
-            "bitmaps": "all rows, a filter for each query",
+            "compact": "a list of matching rows",
+            "bitmaps": "all rows, with a filter per query",
         }
         levels = " → ".join(f"{size:,}" for size in self.levels)
         codes = f"{self.codes} codes of " if self.codes is not None else ""

@@ -118,10 +118,10 @@ def uses_signs(query: Tensor, coded: CodedItems | None, where: Where | None, pla
     signs = coded is not None and coded.projection is not None
     one = where is None or isinstance(where, RowFilter) or (isinstance(where, RowBits) and where.which is None)
     if plan == "codes" and not (signs and one):
-        got = "another kind of items" if not signs else "a filter for each query"
+        got = "another kind of items" if not signs else "a filter per query"
         raise ValueError(
-            "filtered_topk: plan may be 'codes' for items with signs, as encode_items(rows, 'sign') makes them, and at "
-            f"most one filter, got {got}."
+            "filtered_topk: plan may be 'codes' only for items from encode_items(rows, 'sign') and at most one "
+            f"filter, got {got}."
         )
     if coded is None or coded.projection is None or not one or plan not in ("auto", "codes"):
         return False

@@ -89,12 +89,12 @@ def _check_tags(tags: Any) -> tuple[Tag, ...]:
         word, mask, value = tag
         if word < 0 or not 0 <= mask <= LARGEST or not 0 <= value <= LARGEST:
             raise ValueError(
-                f"RowTags: tags[{i}] must be a row of attributes, and a mask and a value from 0 and below 2**63, got "
+                f"RowTags: tags[{i}] must be a row of attributes, and a mask and a value from 0 to 2**63 - 1, got "
                 f"{tuple(tag)}."
             )
         found.append(Tag(*tag))
     if len(set(found)) < len(found):
-        raise ValueError("RowTags: tags must be different, got one twice.")
+        raise ValueError("RowTags: tags must be distinct, got a duplicate.")
     return tuple(found)
 
 

@@ -90,7 +90,7 @@ class Application:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            raise ValueError(f"the server speaks HTTP alone, got {scope['type']}.")
+            raise ValueError(f"the server supports only HTTP, got {scope['type']}.")
         start, status = time.perf_counter(), 499  # the client disconnected
         path: str = scope["path"].removeprefix(scope.get("root_path", ""))  # inside another application
 
@@ -156,9 +156,9 @@ class Application:
         elif path not in OPEN_PATHS:
             bearer = {"www-authenticate": "Bearer"}
             if key is None:
-                raise HTTPException(401, "a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY.", bearer)
+                raise HTTPException(401, "a key is required: Authorization: Bearer KEY, or X-API-Key: KEY.", bearer)
             if not hmac.compare_digest(key, self.key.encode()):
-                raise HTTPException(401, "the key is not this server's.", bearer)
+                raise HTTPException(401, "the API key is wrong.", bearer)
         if self.draining and path in self._posts:
             raise HTTPException(503, "the server is shutting down.", RETRY | CLOSE)
 
@@ -166,14 +166,12 @@ class Application:
         """Refuse requests that a foreign web page may have sent: without a key, they look like the user's."""
         if self.hosts is not None and host not in self._known_hosts:
             if not self._is_known_host(host):
-                raise HTTPException(
-                    403, "the Host of the request is none of this server's: --allowed-hosts names more."
-                )
+                raise HTTPException(403, "the request's Host is not allowed: add the name to --allowed-hosts.")
             if len(self._known_hosts) >= 256:
                 self._known_hosts.clear()
             self._known_hosts.add(host)
         if origin is not None and origin.partition(b"://")[2].lower() != (host or b"").lower():
-            raise HTTPException(403, "a web page of another origin cannot use this server, since it has no API key.")
+            raise HTTPException(403, "a web page from another origin cannot use a server without an API key.")
         if path in UPDATES and path in self._posts and kind not in (JSON, BINARY) and (kind or path != "/snapshot"):
             raise HTTPException(415, "content-type must be application/json or application/octet-stream.")
 
@@ -229,7 +227,7 @@ class Application:
                     scope["tigon.received"], scope["tigon.more_body"] = size, more
                     if size > self.limits.max_body:
                         raise self._too_large(size)
-                    raise HTTPException(503, "the server reads as many large requests as it can.", RETRY | CLOSE)
+                    raise HTTPException(503, "too many large requests at once.", RETRY | CLOSE)
         except BaseException:
             self.held_bytes -= size
             parts.clear()  # the error holds this frame while the rest of the body is discarded
@@ -262,7 +260,7 @@ class Application:
             vectors: Array = await self.backend.call("encode", request.features)
             if vectors.shape[:-1] != (count,):
                 raise HTTPException(
-                    422, f"the encoder must give a vector for each of {count} queries, got {vectors.shape}."
+                    422, f"the encoder must return a vector for each of {count} queries, got {vectors.shape}."
                 )
             query = parse_queries(check_vectors(vectors, self.info.dim), self.info)
         search = self.backend.search(query, request.k, request.where, request.strict)

@@ -62,27 +62,27 @@ class SearchBody(Body):
     tensors: ClassVar[tuple[str, ...]] = ("vectors", "features")
 
     vectors: Rows | None = Field(None, description="(queries, dim)")
-    texts: Texts | None = Field(None, description="queries that the server's encoder reads")
+    texts: Texts | None = Field(None, description="text queries for the server's encoder")
     features: list[Any] | dict[str, list[Any]] | None = Field(
-        None, description="a number, a list of numbers or a text for each query; or such a list for each name"
+        None, description="a number, a list of numbers or a text for each query; or such a list for each feature name"
     )
     k: int | Ints = Field(10, description="items for each query, 1 to 2048")
     where: str | Filters | None = Field(None, description="a filter, such as country == 'us' and price <= 30")
-    strict: bool = Field(False, description="whether a value that no item has is an error")
+    strict: bool = Field(False, description="whether a filter value that no item has is an error")
 
 
 class UpsertBody(Body):
     """Items to insert, or to replace by id. A call is atomic."""
 
-    ids: Ints | Texts = Field(description="of the items; all integers or all strings")
+    ids: Ints | Texts = Field(description="item ids, all integers or all strings")
     vectors: Rows | None = Field(None, description="(items, dim)")
-    table: dict[str, list[Any]] | None = Field(None, description="the attributes: a list for each column")
+    table: dict[str, list[Any]] | None = Field(None, description="attributes, a list for each column")
 
 
 class DeleteBody(Body):
     """Items to delete."""
 
-    ids: Ints | Texts = Field(description="of the items; those that are not there are passed over")
+    ids: Ints | Texts = Field(description="item ids; unknown ids are ignored")
 
 
 B = TypeVar("B", bound=Body)
@@ -142,7 +142,7 @@ def _parse_object(text: str, name: str, take: Mapping[str, Take]) -> dict[str, A
     except TooManyValues as error:
         raise HTTPException(413, f"{error}: send it in several requests.") from None
     except UnicodeEncodeError:
-        raise HTTPException(422, f"{name} is not text in UTF-8.") from None
+        raise HTTPException(422, f"{name} is not UTF-8 text.") from None
     except ValueError as error:
         sentence = str(error).split(";")[0]
         raise HTTPException(422, sentence if len(text) <= SMALL else f"{name} must be JSON: {sentence}.") from None
@@ -223,7 +223,7 @@ def _describe(error: ValidationError, name: str | None = None, start: int = 0) -
         loc = (name, int(loc[0]) + start, *loc[1:])
     place = ".".join(str(part)[:100] for part in loc)
     if first["type"] == "extra_forbidden":
-        return f"{place} is no field of this request."
+        return f"{place} is not a field of this request."
     return f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}."
 
 
@@ -251,7 +251,7 @@ def _parse_tensors(kind: type[B], content: bytes, dim: int) -> tuple[B, dict[str
             tensors[name] = np.frombuffer(content[end + first : end + last], dtype).reshape(shape)
     except KeyError as error:
         raise HTTPException(
-            422, f"the body must be safetensors of {', '.join(DTYPES)}, got {str(error)[:100]}."
+            422, f"the body must be safetensors with dtypes {', '.join(DTYPES)}, got {str(error)[:100]}."
         ) from None
     except ValidationError:
         raise
@@ -317,7 +317,7 @@ def _parse_feature(name: str, values: list[Any]) -> Array | list[str]:
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in "ifb" or not array.shape:
         raise HTTPException(
-            422, f"{name} must be numbers, lists of numbers of one length, or texts, one for each query."
+            422, f"{name} must be numbers, equally long lists of numbers, or texts, one for each query."
         )
     return array.astype(np.float32) if array.dtype == np.float64 else array
 

@@ -115,7 +115,7 @@ class Protocol(HttpToolsProtocol):
         if self.is_head_large():  # uvicorn cannot read such a path
             self.refuse_head()
         else:
-            self.refuse(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1.")
+            self.refuse(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request.")
 
     def refuse(self, status: HTTPStatus, sentence: str) -> None:
         """Answer an incomplete request, if no response has started, and close the connection."""
@@ -149,7 +149,7 @@ class Protocol(HttpToolsProtocol):
             if self.scope is None:  # nothing received
                 self.transport.close()
             else:
-                sentence = f"the request did not come within {self.config.limits.request_timeout:g} s."
+                sentence = f"the request did not arrive within {self.config.limits.request_timeout:g} s."
                 self.refuse(HTTPStatus.REQUEST_TIMEOUT, sentence)
 
 

@@ -21,7 +21,7 @@ class RequestMetrics:
         labels = ("path", "status")
         self._requests = Counter("tigon_requests", "Requests answered.", labels, registry=self._registry)
         self._seconds = Histogram(
-            "tigon_request_seconds", "From a request's first line to its answer.", ("path",), buckets=SECONDS,
+            "tigon_request_seconds", "Seconds from a request's first line to the response.", ("path",), buckets=SECONDS,
             registry=self._registry,
         )  # fmt: skip
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
@@ -53,17 +53,17 @@ class SearchMetrics:
 
     def __init__(self, waiting: Callable[[], float], items: Callable[[], float], capacity: Callable[[], float]) -> None:
         registry = self._registry = CollectorRegistry()
-        self.queries = Counter("tigon_queries", "Queries of searches that were answered.", registry=registry)
-        self.dropped = Counter("tigon_dropped_queries", "Queries whose clients went away first.", registry=registry)
-        self.batch = Histogram("tigon_batch_queries", "Queries of one search.", buckets=QUERIES, registry=registry)
+        self.queries = Counter("tigon_queries", "Queries answered.", registry=registry)
+        self.dropped = Counter("tigon_dropped_queries", "Queries of disconnected clients.", registry=registry)
+        self.batch = Histogram("tigon_batch_queries", "Queries per search.", buckets=QUERIES, registry=registry)
         self.seconds = Histogram(
-            "tigon_search_seconds", "One search of the index, for all of its queries.", buckets=SECONDS,
+            "tigon_search_seconds", "Seconds per index search, for all its queries.", buckets=SECONDS,
             registry=registry,
         )  # fmt: skip
         for name, text, value in (
-            ("tigon_waiting_queries", "Queries that wait for a search.", waiting),
+            ("tigon_waiting_queries", "Queries waiting for a search.", waiting),
             ("tigon_items", "Items in the index.", items),
-            ("tigon_capacity", "Items that there is room for.", capacity),
+            ("tigon_capacity", "Capacity in items.", capacity),
         ):
             Gauge(name, text, registry=registry).set_function(value)
 

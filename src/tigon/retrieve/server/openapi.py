@@ -11,14 +11,14 @@ from tigon.retrieve.server import bodies
 STYLE = "<style>body{font:16px sans-serif;max-width:50em;margin:2em auto}td{padding:.2em 1em .2em 0}</style>"
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 REFUSALS = {
-    401: "no key, or another", 413: "too large", 422: "does not fit", 429: "too many queries wait",
-    503: "the server ends, or has too little memory",
+    401: "missing or wrong API key", 413: "too large", 422: "invalid request", 429: "too many queries waiting",
+    503: "the server is shutting down, or out of memory",
 }  # fmt: skip
 REQUESTS: dict[str, type[bodies.Body]] = {
     "/search": bodies.SearchBody, "/upsert": bodies.UpsertBody, "/delete": bodies.DeleteBody,
 }  # fmt: skip
 PAGES = {
-    "/health": "Whether the server takes searches, and what index it has.",
+    "/health": "Whether the server is ready for searches, and the index description.",
     "/metrics": "Counters, for Prometheus.",
 }
 
@@ -36,7 +36,7 @@ def describe_api(has_snapshot: bool) -> dict[str, Any]:
         about = {"summary": body.__doc__, "operationId": path[1:], "responses": responses}
         paths[path] = {"post": {**about, "requestBody": {"content": content}}}
     if has_snapshot:
-        summary = "Save a snapshot; the journal begins anew."
+        summary = "Save a snapshot and start a new journal."
         paths["/snapshot"] = {"post": {"summary": summary, "operationId": "snapshot", "responses": responses}}
     for path, summary in PAGES.items():
         done = {"200": {"description": "done"}}

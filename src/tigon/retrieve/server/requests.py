@@ -77,14 +77,14 @@ class SearchRequest(NamedTuple):
         query, features = arrays.get("vectors"), None
         has_features = body.features is not None or any(name.startswith("features") for name in arrays)
         if (query is not None) + (body.texts is not None) + has_features != 1:
-            raise HTTPException(422, "a search must have vectors, texts or features, one of them.")
+            raise HTTPException(422, "a search must have exactly one of vectors, texts and features.")
         if query is not None:
             query = check_vectors(query, info.dim)
             count = len(query)
         elif info.has_encoder:
             features, count = parse_features(body, arrays)
         else:
-            raise HTTPException(422, "texts and features need an encoder, and this server has none: send vectors.")
+            raise HTTPException(422, "this server has no encoder for texts and features: send vectors.")
         if not 0 < count <= limits.max_batch:
             status = 413 if count else 422
             raise HTTPException(status, f"a request must have 1 to {limits.max_batch:,} queries, got {count:,}.")
@@ -96,7 +96,7 @@ class SearchRequest(NamedTuple):
 def _parse_k(body: SearchBody, count: int) -> list[int]:
     ks = [body.k] * count if isinstance(body.k, int) else body.k
     if len(ks) != count or not all(1 <= k <= MAX_K for k in ks):
-        raise HTTPException(422, f"k must be from 1 to {MAX_K:,}, or a list of one for each of {count} queries.")
+        raise HTTPException(422, f"k must be from 1 to {MAX_K:,}, or a list with a number for each of {count} queries.")
     if count * max(ks) > MAX_RESULTS:
         raise HTTPException(413, f"a request must have at most {MAX_RESULTS:,} results, queries times k.")
     return ks
@@ -108,7 +108,7 @@ def _parse_where(body: SearchBody, count: int) -> list[str | None]:
     if len(wheres) != count:
         raise HTTPException(422, f"where must have a filter for each of {count} queries, got {len(wheres)}.")
     if (size := sum(map(len, filter(None, distinct)))) > MAX_FILTER_TEXT or len(distinct) > MAX_FILTERS:
-        limit = f"{MAX_FILTERS} different filters, of {MAX_FILTER_TEXT:,} characters together"
+        limit = f"{MAX_FILTERS} different filters, with {MAX_FILTER_TEXT:,} characters in total"
         raise HTTPException(422, f"a request must have at most {limit}, got {len(distinct):,} of {size:,}.")
     return wheres
 

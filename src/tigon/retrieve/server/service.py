@@ -162,7 +162,7 @@ class IndexBackend:
             raise to_http_exception(error) from None
         except Exception as error:
             line = (str(error).splitlines() or [""])[0][:1000]
-            detail = f"the encoder does not take this: {type(error).__name__}: {line}"
+            detail = f"the encoder rejected the input: {type(error).__name__}: {line}"
             raise HTTPException(422, detail) from None
         array: Array = (
             vectors.detach().float().cpu().numpy() if isinstance(vectors, torch.Tensor) else np.asarray(vectors)
@@ -231,5 +231,5 @@ def to_http_exception(error: BaseException) -> HTTPException:
         return HTTPException(503, str(error), RETRY)
     if isinstance(error, OSError):
         print(f"tigon: retrieve serve: {error}", file=sys.stderr, flush=True)  # the message names files
-        return HTTPException(507, "the index cannot be written: its disk is full or broken, as the server's log says.")
+        return HTTPException(507, "the index cannot be written: the disk is full or broken; see the server's log.")
     raise error

@@ -77,8 +77,8 @@ class RemoteBackend(FrameProtocol):
         count = len(query)
         # The index process counts all workers' queries. This limit applies if that process hangs.
         if self.queries + count > self.limits.max_queue + 2 * self.limits.max_batch:
-            waiting = f"{self.queries:,} queries wait, and {count:,} more are beyond {self.limits.max_queue:,}"
-            raise HTTPException(429, f"{waiting}, the queue.", RETRY)
+            waiting = f"{self.queries:,} queries are waiting, and {count:,} more exceed {self.limits.max_queue:,}"
+            raise HTTPException(429, f"{waiting}, the queue limit.", RETRY)
         number, future = self._expect()
         search = HeldSearch(number, query, k, where, strict)
         self.queries += count
@@ -179,7 +179,7 @@ class RemoteBackend(FrameProtocol):
         self.closed.set_result(None)
         if not self.is_ended:
             if self.number == 0:
-                detail = "the process that holds the index has ended, and so do its workers"
+                detail = "the index process has exited, and the workers exit with it"
                 print(f"tigon: retrieve serve: {detail}", file=sys.stderr, flush=True)
             os._exit(1)  # no request can be answered
 

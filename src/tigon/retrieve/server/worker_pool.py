@@ -214,7 +214,7 @@ class WorkerPool:
             if not ready.done():
                 return
             if not all(ready.result()):
-                raise WorkerError("a worker ended before it was ready; the reason stands above")
+                raise WorkerError("a worker exited before it was ready; see the error above")
             freeze_garbage()
             started()
             supervision = asyncio.gather(*map(self._supervise, connections))
@@ -271,13 +271,13 @@ class WorkerPool:
                 return
             quick = quick + 1 if time.monotonic() - connection.started < QUICK else 0
             if quick >= TRIES:
-                raise WorkerError(f"worker {place} ended {TRIES} times as soon as it was started")
-            detail = f"worker {place} ended with status {status}, and is started again"
+                raise WorkerError(f"worker {place} exited {TRIES} times right after its start")
+            detail = f"worker {place} exited with status {status}, and is restarted"
             print(f"tigon: retrieve serve: {detail}", file=sys.stderr, flush=True)
             try:
                 connection = await self._start(place)
             except OSError as error:
-                raise WorkerError(f"worker {place} cannot be started again: {error.strerror}") from None
+                raise WorkerError(f"worker {place} cannot be restarted: {error.strerror}") from None
 
     async def _drain(self) -> None:
         """Let requests in flight finish within the grace time, unless there is a second signal."""

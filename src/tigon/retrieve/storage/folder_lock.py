@@ -90,12 +90,11 @@ def _flock(name: str, file: BinaryIO, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise ValueError(
-            f"{name}: {folder} is open in another index or process{_holder(file)}, which writes to it."
-        ) from None
+        raise ValueError(f"{name}: {folder} is open for writing in another index or process{_holder(file)}.") from None
     except OSError as error:  # a network file system without locks
         warnings.warn(
-            f"{name}: the file system of {folder} has no locks ({error.strerror}): let one process alone write to it.",
+            f"{name}: the file system of {folder} has no locks ({error.strerror}): let only one process write to the "
+            "folder.",
             stacklevel=5,
         )
 

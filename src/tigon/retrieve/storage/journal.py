@@ -65,11 +65,11 @@ class Journal:
         """
         if self.broken:
             raise OSError(
-                f"Index: the journal {self.path} could not be cut to its last whole record: open the index again."
+                f"Index: the journal {self.path} could not be truncated to its last complete record: reopen the index."
             )
         if self.pid != os.getpid():
             raise ValueError(
-                f"Index: the journal {self.path} is of process {self.pid}, of which this process is a fork: close() "
+                f"Index: the journal {self.path} belongs to process {self.pid}, and this process is a fork: close() "
                 "the index here first; updates then stay in memory."
             )
         if not os.fstat(self.file.fileno()).st_nlink and not self.path.exists():
@@ -83,8 +83,8 @@ class Journal:
             self._truncate()
             raise OSError(
                 error.errno,
-                f"Index: the journal {self.path} took no record of {len(body):,} bytes ({error.strerror}); "
-                "the index is as it was",
+                f"Index: the journal {self.path} could not store a record of {len(body):,} bytes ({error.strerror}); "
+                "the index is unchanged",
             ) from error
         self.size += SIZE + len(body)
 
@@ -130,9 +130,9 @@ def read_records(path: Path, snapshot: str) -> Iterator[tuple[str, bytes, int]]:
                 raise _make_error(path, number, at, size)
             if (KINDS[kind] == "snapshot") != (number == 0) or (number == 0 and body != snapshot.encode()):
                 raise ValueError(
-                    f"Index: the journal {path} is not of the snapshot beside it: it was put there from another index, "
-                    "or from another time. Put back the folder as a whole, or take the journal away to go without its "
-                    "updates."
+                    f"Index: the journal {path} does not belong to the snapshot beside it: the journal comes from "
+                    "another index, or from another time. Restore the whole folder, or remove the journal to discard "
+                    "its updates."
                 )
             at += SIZE + length
             number += 1
@@ -150,7 +150,7 @@ def parse_record(body: bytes) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load(body)
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"a record is not in the format of safetensors ({error})") from None
+        raise ValueError(f"a record is not in safetensors format ({error})") from None
     return tensors
 
 
@@ -166,7 +166,7 @@ def measure(path: Path, snapshot: str) -> int:
 def _make_error(path: Path, number: int, at: int, size: int) -> _Damaged:
     return _Damaged(
         f"Index: record {number + 1} of the journal {path} is damaged, at byte {at:,} of {size:,}. "
-        "Index.open(…, repair=True) keeps the records before it, and drops it and those behind it."
+        "Index.open(…, repair=True) keeps the records before the damage, and drops the rest."
     )
 
 

@@ -42,7 +42,7 @@ class Clusters(nn.Module):
         _check("Clusters", embeddings)
         if embeddings.shape[1] != self.centers.shape[2]:
             raise ValueError(
-                f"Clusters: embeddings must be (n, {self.centers.shape[2]}), as wide as those that were clustered, got "
+                f"Clusters: embeddings must be (n, {self.centers.shape[2]}), as wide as the clustered embeddings, got "
                 f"{tuple(embeddings.shape)}."
             )
         rest = embeddings.detach().float()

@@ -69,7 +69,7 @@ def in_batch_softmax(
     name = "in_batch_softmax"
     shared, own_rows, allowed = ids if isinstance(ids, Negatives) else Negatives(ids)
     if own_rows is not None or shared is None:
-        raise ValueError(f"{name}: ids must be those of the batch, Negatives(ids, allowed=…), got rows of each query.")
+        raise ValueError(f"{name}: ids must be the batch's ids, Negatives(ids, allowed=…), got rows per query.")
     require_tensors(name, query=query, positive=positive, ids=shared)
     check_tensors(name, allowed=allowed, log_q=log_q)
     check_options(name, "mean", 0.0, None, scale, None)
@@ -301,7 +301,7 @@ def _parse_negatives(
     shared, own, allowed = negatives
     check_tensors(name, target=target, shared=shared, own=own, allowed=allowed, log_q=log_q)
     if shared is None and own is None:
-        raise ValueError(f"{name}: negatives must be shared ones, own ones or both, got none.")
+        raise ValueError(f"{name}: negatives must be shared, per query or both, got none.")
     N, device = items.shape[0], query.device
     target = checked_target(name, target, query.shape[:1], N, NEVER, device).long()
     check_bias(name, "log_q", log_q, items)
@@ -316,12 +316,11 @@ def _parse_negatives(
         else:
             bias = -log_q.detach()[shared]
     elif allowed is not None:
-        raise ValueError(f"{name}: allowed must be None without shared negatives; say -1 for those of a query's own.")
+        raise ValueError(f"{name}: allowed must be None without shared negatives; exclude per-query negatives with -1.")
     if own is not None:
         if own.dim() != 2 or len(own) != len(query) or own.dtype.is_floating_point or own.dtype == torch.bool:
             raise ValueError(
-                f"{name}: negatives of each query must be ({len(query)}, K) integers, got {tuple(own.shape)} "
-                f"{own.dtype}."
+                f"{name}: negatives per query must be ({len(query)}, K) integers, got {tuple(own.shape)} {own.dtype}."
             )
         own = checked_target(name, own, own.shape, N, -1, device).long()
         own = torch.where((own == target.unsqueeze(1)) | (own >= N), -1, own)

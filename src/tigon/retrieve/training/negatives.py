@@ -176,8 +176,8 @@ def _parse_positives(name: str, index: Index, positives: Any, B: int) -> Tensor:
     query = torch.as_tensor(positives[0]).to(index.device)
     if query.dim() != 1 or query.dtype.is_floating_point or query.shape != keys.shape:
         raise ValueError(
-            f"{name}: positives as a tuple must be two vectors of as many, integers and ids, got {tuple(query.shape)} "
-            f"{query.dtype} and {tuple(keys.shape)}."
+            f"{name}: positives as a tuple must be two equally long vectors, integers and ids, got "
+            f"{tuple(query.shape)} {query.dtype} and {tuple(keys.shape)}."
         )
     if not len(query):
         return keys.new_empty(B, 0)
@@ -187,7 +187,7 @@ def _parse_positives(name: str, index: Index, positives: Any, B: int) -> Tensor:
     least, most, width = torch.stack((query[0], query[-1], place.max())).tolist()
     if least < 0 or most >= B:
         wrong = least if least < 0 else most
-        raise ValueError(f"{name}: positives must be of queries from 0 to {B - 1:,}, got {wrong}.")
+        raise ValueError(f"{name}: positives must have queries from 0 to {B - 1:,}, got {wrong}.")
     padded = keys.new_full((B, width + 1), -1)
     padded[query, place] = keys[order]
     return padded
@@ -202,16 +202,16 @@ def _look_up_keys(name: str, index: Index, ids: Any) -> Tensor:
             listed = ids.ravel().tolist()
             texts = ["" if value is None else value for value in listed]
             if not isinstance(table, StringIds) or not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
+                raise ValueError(f"{name}: positives must be ids with the index's type, got {ids.dtype} {ids.shape}.")
             keys, _ = table.find(texts)
             keys = np.where([value is None for value in listed], -1, keys).reshape(ids.shape)
             return array_to_device(keys, index.device)
         if ids.dtype.kind not in "biufc":
-            raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
+            raise ValueError(f"{name}: positives must be ids with the index's type, got {ids.dtype} {ids.shape}.")
         ids = torch.as_tensor(ids)
     if ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64) or isinstance(table, StringIds):
         wanted = "strings" if isinstance(table, StringIds) else "integers"
-        raise ValueError(f"{name}: positives must be {wanted}, as the index's ids are, got {ids.dtype}.")
+        raise ValueError(f"{name}: positives must be {wanted}, like the index's ids, got {ids.dtype}.")
     moved: Tensor = ids.to(index.device, torch.int64)
     return moved
 

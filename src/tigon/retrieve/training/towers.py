@@ -58,7 +58,7 @@ class TwoTowers(nn.Module):
             nn.init.normal_(table.weight, std=0.1)
         self.bias = nn.Parameter(torch.zeros(items)) if bias else None
         if hops and pairs is None:
-            raise ValueError(f"TwoTowers: pairs must be the training pairs that {hops} hops pool, got None.")
+            raise ValueError(f"TwoTowers: pairs must be the training pairs for {hops} hops, got None.")
         if hops and pairs is not None:
             self._connect(users, items, pairs)
 
