@@ -145,7 +145,7 @@ def test_towers_no_better_than_what_is_popular_are_warned_of():
     rows = [{"epoch": n, "loss": 1.0, "ndcg@20": 0.01 * n} for n in range(1, 9)]
     fitted = FitResult(None, rows, 8, 8, 1.0, 1.0)
     worse, better = find_doubts(fitted, TrainOptions(epochs=8), 0.2)
-    assert "ndcg@20 0.0800, of the popular 0.2000" in worse
+    assert "ndcg@20 0.0800, most popular items 0.2000" in worse
     assert "from 0.0600 to 0.0800 in the last quarter: raise --epochs" in better
     assert find_doubts(fitted, TrainOptions(epochs=9), 0.01) == []
 

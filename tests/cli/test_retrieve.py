@@ -120,7 +120,7 @@ def test_csv_vectors_from_a_file_and_numbers_as_ids(folder, here, tmp_path):
     np.save(tmp_path / "x.npy", vectors(0))
     built = here("retrieve", "build", tmp_path / "items.csv", "--vectors", tmp_path / "x.npy", "--columns", "country",
                   "--metric", "cosine", "--batch-size", 64, "-o", tmp_path / "i")  # fmt: skip
-    assert "ids: row numbers from 0 (--id names a column)" in built.ok().out
+    assert "ids: row numbers from 0 (--id selects a column)" in built.ok().out
     (row,) = found(here("retrieve", "search", tmp_path / "i", "--like", 250, "-k", 1, "--json"))
     assert row["id"] == 250
     assert row["score"] == pytest.approx(1, abs=1e-3)
@@ -140,10 +140,10 @@ def test_a_schema_of_ones_own(folder, here, tmp_path):
     here(*build).problem("price", "must be from 0 to 50", "'job-")
     assert not (tmp_path / "i").exists()
     (tmp_path / "schema.json").write_text('{"country": "Category"}')
-    assert "columns to filter by" not in here(*build).ok().out
+    assert "filter columns" not in here(*build).ok().out
     here("retrieve", "search", tmp_path / "i", "--like", "job-1", "--where", "price < 3").problem("no column 'price'")
     (tmp_path / "schema.json").write_text('{"land": "Category"}')
-    here(*build, "--overwrite").problem("must be a column of", "got 'land'")
+    here(*build, "--overwrite").problem("must be a column in", "got 'land'")
 
 
 @pytest.mark.parametrize(
@@ -155,19 +155,19 @@ def test_a_schema_of_ones_own(folder, here, tmp_path):
         (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "must be numbers such as")),
         (("build", "{items}", "-o", "x", "--metric", "dot"), ("--metric must be one of ip, cosine, l2, got dot",)),
         (("build", "{queries}", "-o", "x", "--vectors", "{npy}"), ("a row for each of the 20 items, got 3",)),
-        (("build", "{items}", "-o", "x", "--capacity", "10"), ("at least the 300 rows of", "got 10")),
-        (("build", "{items}", "-o", "x", "--vectors", "{npy}", "--vector", "a"), ("exclude each other",)),
+        (("build", "{items}", "-o", "x", "--capacity", "10"), ("at least the 300 rows in", "got 10")),
+        (("build", "{items}", "-o", "x", "--vectors", "{npy}", "--vector", "a"), ("are mutually exclusive",)),
         (("build", "{npy}", "-o", "x"), ("a file must end in .parquet",)),
         (("search", "{index}"), ("one of --vector, --vectors and --like must be given, got none",)),
         (("search", "{index}", "--vector", "1, 2"), ("must have 8 numbers", "got 2")),
         (("search", "{index}", "--vector", "a"), ("--vector must be numbers separated by commas, got 'a'",)),
-        (("search", "{index}", "--like", "job-999"), ("--like must be an id of the index, got job-999",)),
+        (("search", "{index}", "--like", "job-999"), ("--like must be an id in the index, got job-999",)),
         (("search", "{index}", "--like", "job-1", "--where", "cuntry == 'us'"), ("did you mean 'country'",)),
         (("search", "{index}", "--like", "job-1", "--where", "price <"), ("where",)),
-        (("search", "nowhere", "--like", "job-1"), ("there is no index nowhere; tigon retrieve build makes one",)),
-        (("search", "{index}", "--like", "job-1", "--id", "id"), ("--id and --columns go with --table",)),
+        (("search", "nowhere", "--like", "job-1"), ("no index nowhere; create an index with tigon retrieve build",)),
+        (("search", "{index}", "--like", "job-1", "--id", "id"), ("--id and --columns need --table",)),
         (("evaluate", "{index}", "{queries}", "-k", "0"), ("-k must be integers from 1 to 2,048",)),
-        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got 'x'")),
+        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column in", "right", "got 'x'")),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else None,
 )  # fmt: skip
@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_items(here, tmp_path):
     twice = table(id=["job-0" if i == 5 else f"job-{i}" for i in range(ITEMS)])
     parquet.write_table(twice, tmp_path / "twice.parquet")
     built = here("retrieve", "build", tmp_path / "twice.parquet", "-o", tmp_path / "i").ok()
-    assert "1 rows had an id that a later row has" in built.err
+    assert "1 rows were replaced by later rows with the same id" in built.err
     assert f"{ITEMS - 1} items" in built.out
 
 
@@ -212,8 +212,8 @@ def test_categories_of_pandas_and_odd_columns_are_items(here, tmp_path):
     for words in (
         "city",
         "Category",
-        "left out: it is empty",
-        "left out: its name is a word of filters",
+        "left out: the column is empty",
+        "left out: the name is reserved in filters",
         "above 2**63",
     ):
         assert words in out, out
@@ -222,9 +222,9 @@ def test_categories_of_pandas_and_odd_columns_are_items(here, tmp_path):
     assert {row["id"] % 3 for row in found} == {1}
     assert [row["rank"] for row in found] == [*range(1, 11)]
     build = ("retrieve", "build", "items.parquet", "-o", "j")
-    here(*build, "--columns", "has", cwd=tmp_path).problem("--columns: has cannot be filtered by")
-    here(*build, "--capacity", 10**13, cwd=tmp_path).problem("an index of 10,000,000,000,000 items", "GiB of memory")
-    here("retrieve", "search", "i", "--like", 10**40, cwd=tmp_path).problem("--like must be an id of the index")
+    here(*build, "--columns", "has", cwd=tmp_path).problem("--columns: cannot filter by has")
+    here(*build, "--capacity", 10**13, cwd=tmp_path).problem("an index with 10,000,000,000,000 items", "GiB of memory")
+    here("retrieve", "search", "i", "--like", 10**40, cwd=tmp_path).problem("--like must be an id in the index")
 
 
 def test_files_that_are_wrong_further_down_get_a_sentence(here, tmp_path):
@@ -249,7 +249,7 @@ def test_files_that_are_wrong_further_down_get_a_sentence(here, tmp_path):
         (np.zeros((1, 8), int), "got (1, 8) int64"),
         (np.float64(1), "got () float64"),
         (np.full((1, 8), np.nan), "finite numbers"),
-        (np.zeros((2, 5)), "must have 8 numbers, as the index has, got 5"),
+        (np.zeros((2, 5)), "must have 8 numbers, like the index, got 5"),
         (np.array([{}], dtype=object), "must hold numbers, bools or texts, got Python objects"),
     ],
 )
@@ -262,8 +262,8 @@ def test_queries_of_another_form_get_a_sentence(index, here, tmp_path, array, wo
 @pytest.mark.parametrize(
     ("name", "arrays", "words"),
     [
-        ("a.npz", {"indptr": [0, 2, 1, 2], "indices": [1, 0]}, "rows and columns fit together"),
-        ("a.npz", {"indptr": [0.0, 1.0], "indices": [1]}, "by number"),
+        ("a.npz", {"indptr": [0, 2, 1, 2], "indices": [1, 0]}, "with consistent rows and columns"),
+        ("a.npz", {"indptr": [0.0, 1.0], "indices": [1]}, "must have integer rows and columns"),
         ("a.txt", "0 999999999999\n", "from 0 to 2,147,483,647"),
         ("a.txt", f"0 {10**30}\n", "from 0 to 2,147,483,647"),
     ],

@@ -639,14 +639,14 @@ def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monke
 
     monkeypatch.setattr(server_run, "serve", run)
     serve(ServeOptions(index=tmp_path / "retriever", encoder="served_encoder:make", **OPTIONS))
-    assert "queries are vectors" not in capsys.readouterr().err
+    assert "queries must be vectors" not in capsys.readouterr().err
     serve(ServeOptions(index=tmp_path / "retriever", **OPTIONS))
-    assert "no code: --encoder module:factory gives it" in capsys.readouterr().err
+    assert "no code: pass --encoder module:factory" in capsys.readouterr().err
     Retriever.from_pretrained(tmp_path / "retriever", torch.nn.Linear(3, D))
     for name, sentence in [
         ("served_encoder:none", "--encoder served_encoder:none cannot be imported"),
         ("no_such_module:make", "--encoder no_such_module:make cannot be imported: No module named"),
-        ("served_encoder:Encoders.number", "must give a module, a function or what has encode, got int"),
+        ("served_encoder:Encoders.number", "must return a module, a function or an object with encode, got int"),
         ("served_encoder:Encoders.broken", "raised ZeroDivisionError: division by zero"),
         ("served_encoder:wide", "encoder does not match the saved weights"),
         ("served_encoder:__name__", "must be a function without arguments, got str"),
@@ -667,9 +667,9 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
         ({"warmup": "x"}, "--warmup must be integers"),
         ({"index": tmp_path / "none"}, "there is no index"),
         ({"index": tmp_path}, "retrieve serve: "),
-        ({"host": "192.0.2.1"}, "192.0.2.1:0 cannot be listened at"),
+        ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1:0"),
         ({"host": ""}, "--host must be an address"),
-        ({"host": "a" * 300}, "cannot be listened at"),
+        ({"host": "a" * 300}, "cannot listen on"),
         ({"wait": float("inf")}, "--wait must be below 1,000,000, got inf"),
         ({"wait": float("nan")}, "--wait must be below 1,000,000, got nan"),
         ({"grace": float("inf")}, "--grace must be below 1,000,000, got inf"),

@@ -23,20 +23,20 @@ CODES = ("int8", "sign")  # of retrieve.Index
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    items: list[Path] = argument("Files of one format, or a folder of them: parquet, csv, json lines, arrow.")
+    items: list[Path] = argument("Files in one format, or a folder with such files: parquet, csv, json lines, arrow.")
     output: Path = option(..., "Folder for the index.", "-o")
-    vector: str | None = option(None, "Column of vectors; default: the only one that holds lists of floats.")
+    vector: str | None = option(None, "Vector column; default: the only column with lists of floats.")
     vectors: Path | None = option(None, "A .npy file with the vectors, (items, dim), instead of a column.")
-    id: str | None = option(None, "Column of ids, integers or strings; default: id, item_id or row numbers.")
-    schema: Path | None = option(None, "JSON file with the columns to filter by; default: what the files hold.")
-    columns: str | None = option(None, "Columns to filter by, separated by commas; default: all. Not with --schema.")
-    metric: str = option("ip", f"{', '.join(METRICS)}.")
-    dtype: str = option("float16", f"Of the stored vectors: {', '.join(BYTES)}.")
-    codes: str | None = option(None, f"{', '.join(CODES)}: fewer bits of each vector as well, read first on a GPU.")
-    bits: int = option(512, "Signs of each vector with --codes sign: 64, 128, 256, 512 or 1024.")
-    capacity: int | None = option(None, "Items that there is room for; default: those of the files.", min=1)
-    batch_size: int = option(65_536, "Items that are read and written at a time.", min=1)
-    overwrite: bool = option(False, "Replace an index that is in --output.", "--overwrite", "--force")
+    id: str | None = option(None, "Id column, integers or strings; default: id, item_id or row numbers.")
+    schema: Path | None = option(None, "JSON file with the filter columns; default: inferred from the files.")
+    columns: str | None = option(None, "Filter columns, separated by commas; default: all. Not with --schema.")
+    metric: str = option("ip", f"Similarity metric: {', '.join(METRICS)}.")
+    dtype: str = option("float16", f"Dtype for the stored vectors: {', '.join(BYTES)}.")
+    codes: str | None = option(None, f"Also store short codes, which a GPU scans first: {', '.join(CODES)}.")
+    bits: int = option(512, "Signs per vector with --codes sign: 64, 128, 256, 512 or 1024.")
+    capacity: int | None = option(None, "Capacity in items; default: all items in the files.", min=1)
+    batch_size: int = option(65_536, "Items to read and write at a time.", min=1)
+    overwrite: bool = option(False, "Replace an existing index in --output.", "--overwrite", "--force")
 
 
 def build(options: BuildOptions) -> None:
@@ -50,9 +50,9 @@ def build(options: BuildOptions) -> None:
     if options.bits not in (64, 128, 256, 512, 1024):
         raise Problem(f"{NAME}: --bits must be 64, 128, 256, 512 or 1024, got {options.bits}")
     if options.vector is not None and options.vectors is not None:
-        raise Problem(f"{NAME}: --vector and --vectors exclude each other")
+        raise Problem(f"{NAME}: --vector and --vectors are mutually exclusive")
     if options.schema is not None and options.columns is not None:
-        raise Problem(f"{NAME}: --columns is for a schema that is found; with --schema leave it out")
+        raise Problem(f"{NAME}: --columns is for an inferred schema; with --schema leave --columns out")
     output = options.output
     inputs = [*options.items, *(path for path in (options.vectors, options.schema) if path is not None)]
     check_output_folder(f"{NAME}: --output", output, overwrite=options.overwrite, is_own=_is_index, inputs=inputs)
@@ -66,12 +66,12 @@ def build(options: BuildOptions) -> None:
     found = Source(NAME, options.items)
     if options.capacity is not None and options.capacity < found.rows:
         raise Problem(
-            f"{NAME}: --capacity must be at least the {found.rows:,} rows of {found}, got {options.capacity:,}"
+            f"{NAME}: --capacity must be at least the {found.rows:,} rows in {found}, got {options.capacity:,}"
         )
     stored = None if options.vectors is None else _read_vectors(options.vectors, found.rows)
     column = None if stored is not None else find_vector_column(NAME, found, options.vector)
     ids = find_ids(NAME, found, options.id)
-    with console.status("reading the columns to filter by"):
+    with console.status("reading the filter columns"):
         schema = _find_schema(options, found, {column, ids})
     index: Any = None
     done = 0
@@ -80,23 +80,23 @@ def build(options: BuildOptions) -> None:
             if index is None:
                 index = _make_index(options, found.rows, matrix.shape[1], schema)
             if matrix.shape[1] != index.dim:
-                raise ValueError(f"every vector must have {index.dim} numbers, as the first has, got {matrix.shape[1]}")
+                raise ValueError(f"every vector must have {index.dim} numbers, like the first, got {matrix.shape[1]}")
             index.upsert(names, matrix, table)
             done += len(matrix)
             steps.show(done)
     with console.status(f"writing {output}"), sentences(NAME):
         index.save(output)
     if len(index) < found.rows:
-        console.print(f"{found.rows - len(index):,} rows had an id that a later row has, too; the later one counts.")
+        console.print(f"{found.rows - len(index):,} rows were replaced by later rows with the same id.")
     if ids is None:
         near = [name for name in found.names if name.lower().endswith("id") and name != column]
         console.print(
-            f"note: ids are the numbers of the rows, as there is no column {', '.join(IDS)}; "
-            f"{f'--id {near[0]} takes that column' if near else '--id names one'}"
+            f"note: row numbers serve as ids, since there is no column {', '.join(IDS)}; "
+            f"{f'--id {near[0]} selects that column' if near else '--id selects a column'}"
         )
     took = time.monotonic() - began
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    source = f"ids: column {ids}" if ids is not None else "ids: row numbers from 0 (--id names a column)"
+    source = f"ids: column {ids}" if ids is not None else "ids: row numbers from 0 (--id selects a column)"
     print(f"{output}: {len(index):,} items × {index.dim}, {size / 2**20:,.1f} MiB, in {took:.1f} s; {source}")
 
 
@@ -106,7 +106,7 @@ def _make_index(options: BuildOptions, rows: int, dim: int, schema: dict[str, An
     given: Any = options
     capacity = given.capacity or rows
     # 9 bytes per item beside the vector: the id, and a live flag.
-    check_memory(f"an index of {capacity:,} items", capacity * (dim * BYTES[given.dtype] + 9))
+    check_memory(f"an index with {capacity:,} items", capacity * (dim * BYTES[given.dtype] + 9))
     return Index(dim, capacity, given.dtype, given.metric, Schema(**schema), codes=given.codes, bits=given.bits)
 
 
@@ -136,7 +136,7 @@ def _find_schema(options: BuildOptions, found: Any, others: set[str | None]) -> 
     if options.columns is not None:
         described = describe(found, split_names(NAME, found, "--columns", options.columns))
         for name, reason in described.left_out.items():
-            raise Problem(f"{NAME}: --columns: {name} cannot be filtered by: {reason}")
+            raise Problem(f"{NAME}: --columns: cannot filter by {name}: {reason}")
     else:
         described = describe(found, [name for name in found.names if name not in others])
     rows: list[dict[str, Any]] = [
@@ -144,7 +144,7 @@ def _find_schema(options: BuildOptions, found: Any, others: set[str | None]) -> 
     ]
     rows += [{"column": name, "kind": f"left out: {reason}"} for name, reason in described.left_out.items()]
     if rows:
-        show_rows(rows, "columns to filter by")
+        show_rows(rows, "filter columns")
     return described.columns
 
 
@@ -153,7 +153,7 @@ def _read_vectors(path: Path, rows: int) -> Any:
     if stored.ndim != 2 or stored.dtype.kind != "f":
         raise Problem(f"{NAME}: --vectors must be floats (items, dim), got {stored.shape} {stored.dtype}")
     if not stored.shape[1]:
-        raise Problem(f"{NAME}: --vectors must have a number for each item or more, got {stored.shape}")
+        raise Problem(f"{NAME}: --vectors must have at least one number for each item, got {stored.shape}")
     if len(stored) != rows:
         raise Problem(f"{NAME}: --vectors must have a row for each of the {rows:,} items, got {len(stored):,}")
     return stored

@@ -18,8 +18,8 @@ class QueryFileOptions:
     """Options of the commands that read an index and a file of queries."""
 
     index: Path = argument("Folder of an index.")
-    queries: Path = argument("File of queries: parquet, csv, json lines or arrow.")
-    vector: str | None = option(None, "Column of vectors; default: the only one that holds lists of floats.")
+    queries: Path = argument("Query file: parquet, csv, json lines or arrow.")
+    vector: str | None = option(None, "Vector column; default: the only column with lists of floats.")
     device: str = device_option()
     json: bool = json_option()
 
@@ -27,11 +27,9 @@ class QueryFileOptions:
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(QueryFileOptions):
     k: int = option(100, "Items for each query.", "-k", min=1, max=2048)
-    bits: str = option("64,128,256,512", "Numbers of signs, separated by commas.")
-    candidates: str | None = option(
-        None, "Items that are scored exactly, separated by commas; default: 2, 4 and 10 times k."
-    )
-    most: int = option(256, "Queries that are taken of the file, the first ones.", min=1)
+    bits: str = option("64,128,256,512", "Signs per vector to try, separated by commas.")
+    candidates: str | None = option(None, "Items to score exactly, separated by commas; default: 2, 4 and 10 times k.")
+    most: int = option(256, "Maximum number of queries, taken from the file's start.", min=1)
 
 
 def calibrate(options: CalibrateOptions) -> None:
@@ -59,4 +57,4 @@ def calibrate(options: CalibrateOptions) -> None:
         }
         for row in made.rows
     ])  # fmt: skip
-    console.print(f"{made.items:,} items, {made.queries:,} queries; bytes and times of one query")
+    console.print(f"{made.items:,} items, {made.queries:,} queries; bytes and time per query")

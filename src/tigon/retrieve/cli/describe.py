@@ -46,20 +46,20 @@ def _column(found: Source, name: str, kind: Any) -> Any:
     from tigon.retrieve.filters.schema import RESERVED
 
     if not name.isidentifier() or name.lower() in RESERVED:
-        return "its name is a word of filters" if name.isidentifier() else "its name is no identifier"
+        return "the name is reserved in filters" if name.isidentifier() else "the name is not an identifier"
     if types.is_null(kind):
-        return "it is empty"
+        return "the column is empty"
     if types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind):
         distinct = compute.count_distinct(found.column(name)).as_py()
         if distinct > MOST_CATEGORIES:
-            return f"{distinct:,} different values are too many to filter by"
+            return f"{distinct:,} distinct values are too many to filter by"
         return Category(_room(distinct, least=255))
     if types.is_list(kind) or types.is_large_list(kind):
         if not (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
-            return f"it holds lists of {kind.value_type}"
+            return f"lists of {kind.value_type} cannot be filtered by"
         distinct = compute.count_distinct(compute.list_flatten(found.column(name))).as_py()
         if distinct > MOST_TAGS:
-            return f"{distinct:,} different tags are too many to filter by"
+            return f"{distinct:,} distinct tags are too many to filter by"
         return Tags(min(63 * (_room(distinct, least=1) // 63 + 1), MOST_TAGS))
     if types.is_integer(kind):
         return _integers(compute.min_max(found.column(name)).as_py())
@@ -69,7 +69,7 @@ def _column(found: Source, name: str, kind: Any) -> Any:
         return _times(found.column(name), TIMES)
     if types.is_date(kind):
         return _times(found.column(name), DATES)
-    return f"{kind} is nothing to filter by"
+    return f"{kind} cannot be filtered by"
 
 
 def _times(column: Any, ranges: tuple[tuple[Any, str, str], ...]) -> Any:
@@ -84,13 +84,13 @@ def _times(column: Any, ranges: tuple[tuple[Any, str, str], ...]) -> Any:
     try:
         stamps = microseconds(np.array(pyarrow.array([ends["min"], ends["max"]], column.type)))
     except BadValue:
-        return "it has times 290,000 years from now"
+        return "the column has times 290,000 years from now"
     for unit, low, high in ranges:
         made = Timestamp(unit, low, high)
         places = stamps // Timestamp.UNITS[unit]
         if not ends["min"].is_valid or (made.first <= places[0] and places[1] <= made.last):
             return made
-    return "it has times outside the years 1 to 9999"
+    return "the column has times outside the years 1 to 9999"
 
 
 def _integers(ends: dict[str, Any]) -> Any:
@@ -98,13 +98,13 @@ def _integers(ends: dict[str, Any]) -> Any:
 
     low, high = ends["min"], ends["max"]
     if low is None:
-        return "it is empty"
+        return "the column is empty"
     if max(abs(low), abs(high)) <= 2**24:
         return Number()  # as float32, which holds all values exactly
     if high >= 2**63:
-        return f"it has numbers above 2**63, such as {high:,}"
+        return f"the column has numbers above 2**63, such as {high:,}"
     if high - low >= 2**32 - 2:
-        return f"{low:,} to {high:,} is more than 32 bits hold"
+        return f"{low:,} to {high:,} needs more than 32 bits"
     low = low - (low == high)  # a range needs two distinct numbers
     return Number(low, high, step=1, bits=max(8, (high - low + 1).bit_length()))
 

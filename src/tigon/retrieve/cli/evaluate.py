@@ -17,10 +17,10 @@ NAME = "retrieve evaluate"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(QueryFileOptions):
-    truth: str | None = option(None, "Column with the ids, or the list of ids, that are right for each query.")
+    truth: str | None = option(None, "Column with each query's relevant id, or list of relevant ids.")
     where: str | None = option(None, "Filter for all queries.")
     k: str = option("10,100", "Cut-offs, separated by commas.", "-k")
-    batch_size: int = option(256, "Queries of one search.", min=1)
+    batch_size: int = option(256, "Queries per search.", min=1)
 
 
 def evaluate(options: EvaluateOptions) -> None:

@@ -79,7 +79,7 @@ def find_vector_column(command: str, found: Source, given: str | None) -> str:
     candidates: list[str] = [name for name, kind in found.types.items() if is_float_list(kind)]
     if len(candidates) != 1:
         said = f"there are {', '.join(candidates)}" if candidates else "no column holds lists of floats"
-        raise Problem(f"{command}: --vector must name the column of vectors in {found}: {said}")
+        raise Problem(f"{command}: --vector must name the vector column in {found}: {said}")
     return candidates[0]
 
 
@@ -101,7 +101,7 @@ def check_column(command: str, found: Source, option: str, name: str) -> str:
     from tigon.data.arrow import nearest
 
     if name not in found.names:
-        raise Problem(f"{command}: {option} must be a column of {found}, got {name!r}; {nearest(name, found.names)}")
+        raise Problem(f"{command}: {option} must be a column in {found}, got {name!r}; {nearest(name, found.names)}")
     return name
 
 
@@ -137,15 +137,15 @@ def parse_vectors(command: str, column: Any, name: str, first: int = 0) -> npt.N
         raise Problem(f"{command}: column {name!r} must hold lists of numbers, got {column.type}")
     if column.null_count:
         at = column.is_null().to_pylist().index(True)
-        raise Problem(f"{command}: column {name!r}, row {first + at:,}: there is no vector")
+        raise Problem(f"{command}: column {name!r}, row {first + at:,}: the vector is missing")
     widths = np.asarray(compute.list_value_length(column))
     if len(widths) and not widths[0]:
         raise Problem(f"{command}: column {name!r}, row {first:,}: the vector has no numbers")
     if (widths != widths[0]).any():
         at = int(np.argmax(widths != widths[0]))
         raise Problem(
-            f"{command}: column {name!r}, row {first + at:,}: every vector must have {widths[0]} numbers, as the first "
-            f"has, got {widths[at]}"
+            f"{command}: column {name!r}, row {first + at:,}: every vector must have {widths[0]} numbers, like the "
+            f"first vector, got {widths[at]}"
         )
     try:
         flat = np.asarray(column.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False))
@@ -173,7 +173,7 @@ def load_index(command: str, path: Path, device: str) -> Index:
 
     place = find_device(device, command)
     if not path.is_dir():
-        raise Problem(f"{command}: there is no index {path}; tigon retrieve build makes one")
+        raise Problem(f"{command}: there is no index {path}; create an index with tigon retrieve build")
     with sentences(command):
         return Index.load(path, device=place)
 
@@ -193,7 +193,7 @@ def parse_query(command: str, index: Index, text: str | None, file: Path | None,
     ]
     if len(given) != 1:
         got = " and ".join(given) if given else "none"
-        raise Problem(f"{command}: one of --vector, --vectors and --like must be given, got {got}")
+        raise Problem(f"{command}: exactly one of --vector, --vectors and --like must be given, got {got}")
     if like is not None:
         return _find_item(command, index, like)
     if text is not None:
@@ -211,7 +211,7 @@ def parse_query(command: str, index: Index, text: str | None, file: Path | None,
             )
         matrix = matrix[None] if matrix.ndim == 1 else matrix
     if matrix.shape[1] != index.dim:
-        raise Problem(f"{command}: a query must have {index.dim} numbers, as the index has, got {matrix.shape[1]}")
+        raise Problem(f"{command}: a query must have {index.dim} numbers, like the index, got {matrix.shape[1]}")
     if not np.isfinite(matrix).all():
         raise Problem(f"{command}: a query must have finite numbers, got NaN or infinity")
     return matrix
@@ -225,10 +225,10 @@ def _find_item(command: str, index: Index, like: str) -> Any:
         try:
             wanted = int(like)
         except ValueError:
-            raise Problem(f"{command}: --like must be an id of the index, which are integers, got {like!r}") from None
+            raise Problem(f"{command}: --like must be an id in the index, an integer, got {like!r}") from None
     is_too_large = isinstance(wanted, int) and not -(2**63) <= wanted < 2**63
     if ids is None or is_too_large or wanted not in index:
-        raise Problem(f"{command}: --like must be an id of the index, got {like}")
+        raise Problem(f"{command}: --like must be an id in the index, got {like}")
     row = int(ids.find([wanted])[1][0])
     return index.embeddings[row : row + 1].float()
 
@@ -239,7 +239,7 @@ def read_queries(command: str, file: Path, column: str | None, index: Index) -> 
     name = find_vector_column(command, found, column)
     vectors = parse_vectors(command, found.column(name), name)
     if vectors.shape[1] != index.dim:
-        raise Problem(f"{command}: queries must have {index.dim} numbers, as the index has, got {vectors.shape[1]}")
+        raise Problem(f"{command}: queries must have {index.dim} numbers, like the index, got {vectors.shape[1]}")
     return found, vectors
 
 

@@ -140,7 +140,7 @@ def fit(
         training += time.perf_counter() - start
         done = epoch
         if not math.isfinite(loss):
-            raise Problem(f"retrieve train: the loss became {loss} in epoch {epoch}; a lower --lr may help", code=1)
+            raise Problem(f"retrieve train: the loss became {loss} in epoch {epoch}; try a lower --lr", code=1)
         found = None
         seconds = time.perf_counter() - began
         is_last = epoch == options.epochs or seconds > 60 * options.max_minutes
@@ -194,14 +194,14 @@ def find_doubts(fitted: FitResult, options: Any, baseline: float) -> list[str]:
     found, best = [], max(history, key=lambda row: row[name])
     if best[name] <= baseline:
         found.append(
-            f"the vectors find no more than the most popular items: on the validation {name} {best[name]:.4f}, of the "
-            f"popular {baseline:.4f}. Give them more steps (--epochs, a smaller --batch-size), a larger --lr, or "
-            "fewer numbers (--dim); pairs of users and items may also say too little"
+            f"the vectors are no better than the most popular items: validation {name} {best[name]:.4f}, most popular "
+            f"items {baseline:.4f}. Try more steps (--epochs, a smaller --batch-size), a larger --lr, or a smaller "
+            "--dim; the pairs may also carry too little information"
         )
     before = max((row[name] for row in history[: len(history) * 3 // 4]), default=best[name])
     if fitted.epochs == options.epochs and best is history[-1] and best[name] > 1.05 * before:
         found.append(
-            f"{name} still got better, from {before:.4f} to {best[name]:.4f} in the last quarter: raise --epochs"
+            f"{name} was still improving, from {before:.4f} to {best[name]:.4f} in the last quarter: raise --epochs"
         )
     return found
 

@@ -74,13 +74,13 @@ def read_pairs(data: Path, test: Path | None, user: str | None, item: str | None
     sides = []
     for what, column, known in zip(("user", "item"), named_pairs, (users, items), strict=True):
         if column.dtype.kind != known.dtype.kind:
-            raise Problem(f"{NAME}: {test} names {what}s by {column.dtype}, and {data} by {known.dtype}")
+            raise Problem(f"{NAME}: {test} has {what} ids of type {column.dtype}, but {data} has {known.dtype}")
         place = np.searchsorted(known, column).clip(max=len(known) - 1)
         if (wrong := known[place] != column).any():
             at = int(np.argmax(wrong))
             raise Problem(
-                f"{NAME}: {test}, pair {at:,}: {what} {column[at]} is not among the {len(known):,} {what}s of {data}; "
-                "leave pairs out that no training pair can tell of"
+                f"{NAME}: {test}, pair {at:,}: {what} {column[at]} is not among the {len(known):,} {what}s in {data}; "
+                "leave out pairs whose user or item has no training pair"
             )
         sides.append(place)
     return Pairs(train, np.unique(np.stack(sides, 1).astype(np.int64), axis=0), users, items)
@@ -124,8 +124,8 @@ def _part(
 ) -> tuple[npt.NDArray[np.int64], Array]:
     if not held.any():
         raise Problem(
-            f"{NAME}: --val-fraction {share} of {len(pairs):,} pairs leaves none to validate on, since a pair of each "
-            "user stays; give more, or 0 and --epochs"
+            f"{NAME}: --val-fraction {share} of {len(pairs):,} pairs leaves the validation set empty, since each user "
+            "keeps a pair; raise --val-fraction, or give 0 and --epochs"
         )
     return pairs[~held], pairs[held]
 
@@ -148,7 +148,7 @@ def _lists(path: Path) -> npt.NDArray[np.int64]:
         raise Problem(f"{NAME}: {path} has no pairs")
     pairs = np.array(found, dtype=np.int64)
     # Each table has a row for every number up to the largest, 8 bytes each here.
-    check_memory(f"{path}, by its largest numbers,", 8 * (int(pairs.max(0).sum()) + 2))
+    check_memory(f"{path}, by its largest ids,", 8 * (int(pairs.max(0).sum()) + 2))
     return pairs
 
 
@@ -160,16 +160,16 @@ def _adjacency(path: Path) -> tuple[npt.NDArray[np.int64], Array, Array]:
         raise Problem(f"{NAME}: {path} must be a matrix that scipy.sparse.save_npz wrote: {one_line(error)}") from error
     starts, columns = stored["indptr"], stored["indices"]
     if not all(part.ndim == 1 and part.dtype.kind in "iu" and len(part) for part in (starts, columns)):
-        raise Problem(f"{NAME}: {path} must have rows and columns by number, got {starts.dtype} and {columns.dtype}")
+        raise Problem(f"{NAME}: {path} must have integer rows and columns, got {starts.dtype} and {columns.dtype}")
     starts, columns = starts.astype(np.int64), columns.astype(np.int64)
     count = len(starts) - 1
     is_whole = starts[0] == 0 and starts[-1] == len(columns) and bool((np.diff(starts) >= 0).all())
     if not is_whole or columns.min() < 0 or columns.max() >= count:
-        raise Problem(f"{NAME}: {path} must be a square matrix in CSR form, whose rows and columns fit together")
+        raise Problem(f"{NAME}: {path} must be a square matrix in CSR form, with consistent rows and columns")
     rows = np.repeat(np.arange(count), np.diff(starts))
     above = columns > rows
     if not above.any() or columns[above].min() <= rows[above].max():
-        raise Problem(f"{NAME}: {path} must be symmetric, users before items, and join none of a kind")
+        raise Problem(f"{NAME}: {path} must be symmetric, users before items, and join users with items only")
     # The items begin where a user's first column points, unless earlier items have no pair.
     users = int(rows[above].max()) + 1
     train = np.stack((rows[above], columns[above] - users), 1)
@@ -182,16 +182,16 @@ def _columns(path: Path, user: str | None, item: str | None) -> tuple[Array, Arr
     for option, given, usual in (("--user", user, USERS), ("--item", item, ITEMS)):
         name = given if given is not None else next((name for name in usual if name in found.names), None)
         if name is None:
-            raise Problem(f"{NAME}: {option} must name a column of {found}, {', '.join(found.names)}")
+            raise Problem(f"{NAME}: {option} must name a column in {found}, {', '.join(found.names)}")
         column = found.column(check_column(NAME, found, option, name))
         if column.null_count:
-            raise Problem(f"{NAME}: column {name!r} of {found} has {column.null_count:,} rows without a value")
+            raise Problem(f"{NAME}: column {name!r} in {found} has {column.null_count:,} rows without a value")
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind not in "iu":
             if values.dtype.kind != "O" or not isinstance(values[0], str):
-                raise Problem(f"{NAME}: column {name!r} of {found} must hold integers or strings, got {column.type}")
+                raise Problem(f"{NAME}: column {name!r} in {found} must hold integers or strings, got {column.type}")
             values = values.astype(str)
         if values.dtype == np.uint64 and values.max() >= 2**63:
-            raise Problem(f"{NAME}: column {name!r} of {found} must hold integers below 2**63, got {values.max()}")
+            raise Problem(f"{NAME}: column {name!r} in {found} must hold integers below 2**63, got {values.max()}")
         columns.append(values if values.dtype.kind == "U" else values.astype(np.int64))
     return columns[0], columns[1]

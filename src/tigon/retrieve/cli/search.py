@@ -18,17 +18,15 @@ NAME = "retrieve search"
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     index: Path = argument("Folder of an index.")
-    vector: str | None = option(None, "The query: numbers separated by commas.")
-    vectors: Path | None = option(None, "A .npy file of queries, (queries, dim) or (dim,).")
-    like: str | None = option(None, "The id of an item: what is nearest to it.")
+    vector: str | None = option(None, "Query vector: numbers separated by commas.")
+    vectors: Path | None = option(None, "A .npy file with query vectors, (queries, dim) or (dim,).")
+    like: str | None = option(None, "Item id: search for the nearest items.")
     where: str | None = option(None, "Filter, such as \"country in ('us', 'ca') and price <= 30\".")
     k: int = option(10, "Items for each query.", "-k", min=1, max=2048)
-    table: list[Path] | None = option(None, "The files that the index was built from, to show their columns.")
-    id: str | None = option(None, "With --table: its column of ids.")
-    columns: str | None = option(
-        None, "With --table: the columns to show, separated by commas; default: all but vectors."
-    )
-    explain: bool = option(False, "Say what the filter does and which plan is taken, too.")
+    table: list[Path] | None = option(None, "Files that the index was built from, to show their columns.")
+    id: str | None = option(None, "With --table: the id column.")
+    columns: str | None = option(None, "With --table: columns to show, separated by commas; default: all but vectors.")
+    explain: bool = option(False, "Also explain the filter and the chosen plan.")
     device: str = device_option()
     json: bool = option(False, "Print JSON lines.")
 
@@ -39,7 +37,7 @@ def search(options: SearchOptions) -> None:
     from tigon.retrieve.cli.files import get_ids, load_index, parse_query
 
     if not options.table and (options.id is not None or options.columns is not None):
-        raise Problem(f"{NAME}: --id and --columns go with --table")
+        raise Problem(f"{NAME}: --id and --columns need --table")
     k, console = options.k, screen(stderr=True)
     with console.status(f"reading {options.index}"):
         index = load_index(NAME, options.index, options.device)

@@ -23,35 +23,30 @@ KEY = "TIGON_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    index: Path = argument("Folder of an index, or of a Retriever.", metavar="DIR")
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: all of the machine.")
-    port: int = option(8000, "Port; 0: one that is free.", min=0, max=65_535)
-    api_key: str | None = option(None, f"Key that requests must bear; default: that in {KEY}, if any.")
+    index: Path = argument("Folder with an index or a Retriever.", metavar="DIR")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces.")
+    port: int = option(8000, "Port; 0: any free port.", min=0, max=65_535)
+    api_key: str | None = option(None, f"API key that requests must send; default: {KEY}, if set.")
     encoder: str | None = option(
         None,
-        "For queries that are texts or features: module:factory, which is imported and called, or a model of "
-        "sentence-transformers, by folder or name.",
+        "Encoder for texts or features as queries: module:factory, which is imported and called, or a "
+        "sentence-transformers model, by folder or name.",
     )
-    journal: bool = option(True, "Each update is on the disk before it is answered.")
-    max_body: int = option(16 << 20, "Bytes of a request.", min=1)
-    max_batch: int = option(256, "Queries of a request, and of one search.", min=1)
-    max_queue: int = option(4096, "Queries that may wait; beyond, a request is answered 429.", min=1)
-    wait: float = option(1.0, "Milliseconds that a search waits for others at most.", min=0.0)
-    workers: int = option(0, "Worker processes that read and write HTTP; 0 or 1: one process does all.", min=0, max=256)
-    max_connections: int = option(4096, "Connections of one process; beyond, a client is answered 503.", min=1)
-    request_timeout: float = option(
-        60.0, "Seconds in which a request must have come, or its client is answered 408.", min=0.1
-    )
+    journal: bool = option(True, "Write each update to disk before the response.")
+    max_body: int = option(16 << 20, "Maximum bytes per request.", min=1)
+    max_batch: int = option(256, "Maximum queries per request and per search.", min=1)
+    max_queue: int = option(4096, "Maximum queries in the queue; further requests get status 429.", min=1)
+    wait: float = option(1.0, "Maximum milliseconds to wait for other searches to batch with.", min=0.0)
+    workers: int = option(0, "Worker processes for HTTP; 0 or 1: a single process does everything.", min=0, max=256)
+    max_connections: int = option(4096, "Maximum connections per process; further clients get status 503.", min=1)
+    request_timeout: float = option(60.0, "Seconds for a request to arrive; a slower client gets status 408.", min=0.1)
     allowed_hosts: str = option(
         "",
-        "Without a key: names that a request's Host may have beside IP addresses and localhost, separated by commas; "
-        "*: any.",
+        "Without a key: allowed Host names beside IP addresses and localhost, separated by commas; *: any.",
     )
-    shutdown_delay: float = option(
-        0.0, "Seconds from SIGTERM in which requests are refused before the port closes.", min=0.0
-    )
-    grace: float = option(10.0, "Seconds from then on in which requests are still answered.", min=0.0)
-    warmup: str = option("10,100", "On a GPU: the k, separated by commas, whose kernels are compiled first.")
+    shutdown_delay: float = option(0.0, "Seconds after SIGTERM to refuse requests before the port closes.", min=0.0)
+    grace: float = option(10.0, "Seconds after --shutdown-delay to finish accepted requests.", min=0.0)
+    warmup: str = option("10,100", "On a GPU: values of k to compile kernels for at startup, separated by commas.")
     device: str = device_option()
 
 
@@ -90,8 +85,8 @@ def serve(options: ServeOptions) -> None:
         index.close()
         raise
     if retriever is not None and model is None:
-        cause = f"{retriever} holds an encoder's weights, but no code: --encoder module:factory gives it"
-        print(f"queries are vectors, since {cause}", file=sys.stderr)
+        cause = f"{retriever} holds an encoder's weights, but no code: pass --encoder module:factory"
+        print(f"queries must be vectors, since {cause}", file=sys.stderr)
     start = time.monotonic()
 
     def print_address(port: int) -> None:
@@ -103,7 +98,7 @@ def serve(options: ServeOptions) -> None:
         run(service, host, options.port, options.shutdown_delay, print_address, options.workers, options.grace)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
-        raise Problem(f"{NAME}: {host}:{options.port} cannot be listened at: {reason}") from error
+        raise Problem(f"{NAME}: cannot listen on {host}:{options.port}: {reason}") from error
     except WorkerError as error:
         raise Problem(f"{NAME}: {one_line(error)}", 1) from error
     print(f"ended after {time.monotonic() - start:,.0f} s; all accepted requests are answered", file=sys.stderr)
@@ -112,7 +107,7 @@ def serve(options: ServeOptions) -> None:
 def _check_options(options: ServeOptions) -> None:
     if options.workers > 1 and sys.platform != "linux":  # elsewhere one socket gets all connections to a shared port
         raise Problem(
-            f"{NAME}: --workers must be 0 or 1, since Linux alone deals out connections, got {options.workers}"
+            f"{NAME}: --workers must be 0 or 1, since only Linux distributes connections, got {options.workers}"
         )
     if options.max_queue < options.max_batch:
         raise Problem(
@@ -123,14 +118,14 @@ def _check_options(options: ServeOptions) -> None:
         if not value < 1e6:
             raise Problem(f"{NAME}: --{name.replace('_', '-')} must be below 1,000,000, got {value}")
     if not options.host:
-        raise Problem(f"{NAME}: --host must be an address to listen at, got an empty text")
+        raise Problem(f"{NAME}: --host must be an address to listen on, got an empty string")
 
 
 def _open_index(path: Path, journal: bool, device: Any) -> Index:
     from tigon.retrieve import Index
 
     if not path.is_dir():
-        raise Problem(f"{NAME}: there is no index {path}; tigon retrieve build makes one")
+        raise Problem(f"{NAME}: there is no index {path}; create an index with tigon retrieve build")
     try:
         return Index.open(path, journal=journal, device=device)
     except (OSError, ValueError) as error:
@@ -145,7 +140,7 @@ def _load_encoder(name: str, device: Any, retriever: Path | None) -> Any:
     model = _import_encoder(name) if is_import else _load_sentence_transformer(name, device)
     if not callable(model) and not callable(getattr(model, "encode", None)):
         got = type(model).__name__
-        raise Problem(f"{NAME}: --encoder {name} must give a module, a function or what has encode, got {got}")
+        raise Problem(f"{NAME}: --encoder {name} must return a module, a function or an object with encode, got {got}")
     if retriever is not None:
         from tigon.retrieve.retriever import load_encoder
 

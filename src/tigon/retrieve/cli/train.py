@@ -36,7 +36,7 @@ class TowersRun(Run[TrainOptions]):
 
     def complete(self, options: TrainOptions) -> TrainOptions:
         if options.data is None:
-            raise Problem(f"{NAME}: the pairs to train on must be given")
+            raise Problem(f"{NAME}: training pairs must be given")
         test = None if options.test is None else str(Path(options.test).resolve())
         return dataclasses.replace(options, data=str(Path(options.data).resolve()), test=test)
 
@@ -84,13 +84,13 @@ class TowersRun(Run[TrainOptions]):
             if "validation" not in stages:
                 self._validate()
             options = dataclasses.replace(options, epochs=stages["validation"]["best"])
-            self.console.print(f"the best epoch is {options.epochs}; now on all pairs")
+            self.console.print(f"best epoch: {options.epochs}; now training on all pairs")
         for seed in self.seeds:
             if f"seed {seed}" not in stages:
                 self._fit_seed(seed, options)
         _plot(self.output / PICTURE, stages)
         self.finish_seeds(stages.get("validation", {}).get("warnings", []))
-        print(f"the index of the items is {self.output / INDEX}, vectors of the users {self.output / QUERIES}")
+        print(f"item index: {self.output / INDEX}, user vectors: {self.output / QUERIES}")
 
     def _validate(self) -> None:
         from tigon.retrieve.cli.loop import find_doubts, measure_popular

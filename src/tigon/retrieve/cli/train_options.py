@@ -23,45 +23,45 @@ PUBLISHED, BATCHES, BETWEEN, STEPS, HELD = 100_000, 16, 16, 600, 200
 class DataOptions(RunOptions):
     PANEL: ClassVar[str] = "Run"
 
-    data: str | None = argument("Pairs: parquet, csv, json lines or arrow; a .txt file of lines \"user item item …\"; a scipy .npz adjacency matrix; or a folder of train.txt or s_adj_mat.npz and test.txt.", None)
-    test: str | None = option(None, "Pairs to test on, in the forms of the data.")
-    user: str | None = option(None, "Column of users; default: user or user_id.")
-    item: str | None = option(None, "Column of items; default: item or item_id.")
+    data: str | None = argument("Training pairs: parquet, csv, json lines or arrow; a .txt file with lines \"user item item …\"; a scipy .npz adjacency matrix; or a folder with train.txt or s_adj_mat.npz and test.txt.", None)
+    test: str | None = option(None, "Test pairs, in any format that DATA supports.")
+    user: str | None = option(None, "User column; default: user or user_id.")
+    item: str | None = option(None, "Item column; default: item or item_id.")
     output: Path = option(Path("retrieve-run"), "Folder for checkpoints, results and the index.", "-o")
-    k: str = option("20", "Cut-offs of the test, separated by commas.", "-k")
+    k: str = option("20", "Cut-offs for the test metrics, separated by commas.", "-k")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(DataOptions):
     PANEL: ClassVar[str] = "Model"
 
-    dim: int | None = option(None, "Width of the vectors. \\[default: from the data]", min=1, max=256)
-    hops: int = option(3, "How far a vector pools over training pairs; 0: own embeddings alone.", min=0)
-    own: float = option(0.0, "Weight of own embeddings beside pooled ones.", min=0)
-    bias: bool = option(True, "Give each item a learned number that is added to its scores.")
+    dim: int | None = option(None, "Vector dimension. \\[default: from the data]", min=1, max=256)
+    hops: int = option(3, "Pooling hops over training pairs; 0: embeddings without pooling.", min=0)
+    own: float = option(0.0, "Weight of the unpooled embedding beside the pooled embeddings.", min=0)
+    bias: bool = option(True, "Learn a bias for each item, added to its scores.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
     PANEL: ClassVar[str] = "Optimization"
 
-    loss: str = option("item_softmax", f"{', '.join(LOSSES)}.")
-    leave_out: bool = option(True, "Pool over all pairs but those of the step.")
-    lr: float | None = option(None, "Learning rate of AdamW. \\[default: from the data]")
-    weight_decay: float = option(0.0, "Weight decay of AdamW.", min=0)
-    batch_size: int | None = option(None, "Pairs of a step. \\[default: from the data]", min=1)
-    scale: float = option(12.0, "Factor of the cosines: one over the temperature.")
-    negatives: int = option(4096, "For --loss sampled: items drawn a step.", min=1)
-    hard_after: int = option(10, "For --loss hard: epochs with the items of the batch alone, before negatives are mined.", min=0)
-    hard_negatives: int = option(16, "For --loss hard: items mined for each user at the beginning of an epoch.", min=1, max=1000)
-    hard_skip: int = option(0, "For --loss hard: how many of a user's best items are left out, which may be right after all.", min=0, max=1000)
-    epochs: int | None = option(None, "Most passes over the pairs. \\[default: from the data]", min=1)
-    max_minutes: float = option(10.0, "Most minutes of training for a seed.")
-    val_fraction: float | None = option(None, "Share of the training pairs that early stopping validates on; 0: train for --epochs. \\[default: from the data]", min=0, max=0.9)
-    val_split: str = option("random", "Which pairs are held out: random, or block: of each user, neighbours in the order of items' ids.")
+    loss: str = option("item_softmax", f"Training loss: {', '.join(LOSSES)}.")
+    leave_out: bool = option(True, "Exclude the current batch's pairs from pooling.")
+    lr: float | None = option(None, "Learning rate for AdamW. \\[default: from the data]")
+    weight_decay: float = option(0.0, "Weight decay for AdamW.", min=0)
+    batch_size: int | None = option(None, "Batch size in pairs. \\[default: from the data]", min=1)
+    scale: float = option(12.0, "Factor on cosine similarities: 1 / temperature.")
+    negatives: int = option(4096, "For --loss sampled: items drawn per step.", min=1)
+    hard_after: int = option(10, "For --loss hard: epochs with in-batch negatives only, before negatives are mined.", min=0)
+    hard_negatives: int = option(16, "For --loss hard: items mined for each user at the start of each epoch.", min=1, max=1000)
+    hard_skip: int = option(0, "For --loss hard: a user's top items to skip, which may be false negatives.", min=0, max=1000)
+    epochs: int | None = option(None, "Maximum epochs. \\[default: from the data]", min=1)
+    max_minutes: float = option(10.0, "Maximum training minutes per seed.")
+    val_fraction: float | None = option(None, "Fraction of training pairs in the validation set for early stopping; 0: train for --epochs. \\[default: from the data]", min=0, max=0.9)
+    val_split: str = option("random", "Validation split: random, or block: neighbours in item id order for each user.")
     eval_every: int | None = option(None, "Epochs between validations. \\[default: from the data]", min=1)
-    patience: int = option(5, "Validations without a better one before training stops.", min=1)
-    precision: str = option("auto", "Of the products: bf16, fp32, or auto: bf16 on a GPU.")
+    patience: int = option(5, "Validations without improvement before early stopping.", min=1)
+    precision: str = option("auto", "Dtype for matrix products: bf16, fp32, or auto (bf16 on a GPU).")
 # fmt: on
 
 
