@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_items(here, tmp_path):
     twice = table(id=["job-0" if i == 5 else f"job-{i}" for i in range(ITEMS)])
     parquet.write_table(twice, tmp_path / "twice.parquet")
     built = here("retrieve", "build", tmp_path / "twice.parquet", "-o", tmp_path / "i").ok()
-    assert "1 rows have the same id as a later row" in built.err
+    assert "1 rows were replaced by later rows with the same id" in built.err
     assert f"{ITEMS - 1} items" in built.out
 
 

@@ -207,12 +207,9 @@ def test_other_classes_other_activations_and_experts_are_skipped_and_named():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"budget": 1.4},
-            r"budget must be a fraction of the feed-forward layers' present bytes .* above 0 and at most 1, got 1.4\.",
-        ),
+        ({"budget": 1.4}, r"budget must be a fraction of the .* present bytes, above 0 and at most 1, got 1.4\."),
         ({"budget": 0}, "budget must be a fraction"),
-        ({}, "budget must be a fraction of the feed-forward layers' present bytes .* got None"),
+        ({}, "budget must be a fraction of the .* present bytes, .* got None"),
         ({"budget": float("nan")}, "budget must be a fraction"),
         ({"budget": 0.01}, r"budget must be at least 0\.0\d+ for bits, which cannot make the layers smaller, got 0.01"),
         ({"budget": 0.5, "method": "bit"}, r"method must be one of bits, .*, got 'bit'; did you mean 'bits'\?"),
@@ -233,9 +230,7 @@ def test_too_little_calibration_says_how_much_is_needed():
     model = llama()
     with pytest.raises(ValueError, match=r"64 calibration tokens are too few .* give at least 256"):
         compress.feed_forward(model, IDS[:1], budget=0.5)
-    with pytest.raises(
-        ValueError, match=r"320 tokens cannot determine the second moment of 128 inputs; give 512.*than rank"
-    ):
+    with pytest.raises(ValueError, match=r"320 tokens cannot determine .* of 128 inputs; give 512.*than rank"):
         compress.feed_forward(model, IDS[:5], method="rank", budget=0.5)
     found = compress.feed_forward(model, IDS[:5], method="auto", budget=0.5)
     assert found.notes[0].startswith("rank and svd were not tried: 320 tokens")

@@ -94,7 +94,7 @@ def test_folders_that_are_not_compressed_get_a_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"has no compress.json"):
         compress.load(tmp_path, Own())
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is not compressed by Tigon; load the model with from_pretrained"):
+    with pytest.raises(ValueError, match="is not compressed by Tigon; use from_pretrained"):
         compress.load(tmp_path)
 
 

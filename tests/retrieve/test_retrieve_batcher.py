@@ -183,7 +183,7 @@ def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
     with Batcher(index, max_batch=2, max_queue=3) as batcher:
         first = batcher.submit(torch.ones(D), 3)
         assert held.begun.acquire(timeout=10)
-        with pytest.raises(TimeoutError, match=r"no result within 0\.05 s; 1 queries are waiting"):
+        with pytest.raises(TimeoutError, match=r"no result within 0\.05 s; 1 queries waiting"):
             batcher.search(torch.zeros(D), 3, timeout=0.05)
         waiting = batcher.submit(torch.ones(2, D), 4)
         with pytest.raises(Overloaded, match=r"3 queries are waiting, and 1 more exceed the queue limit, 3"):

@@ -38,9 +38,9 @@ def made(strings=True):
         (np.array(["b", SURROGATE]), {}, r"ids must be text encodable in UTF-8, got str 'a\\ud800'"),
         (["b", "c"], {"country": np.array([SURROGATE, "us"])}, r"'country' \(Category\), id 'b': must be UTF-8 text"),
         (["b", "c"], {"tags": [["new"], ["new", SURROGATE]]}, r"'tags' \(Tags\), id 'c': must be UTF-8 text"),
-        (["b", "c"], {"country": [1, 10**5000]}, r"'country' .*, id 'c': must be an integer of 64 bits, got int of"),
-        (["b", "c"], {"tags": [[1], [2**63]]}, r"'tags' .*, id 'c': must be an integer of 64 bits, got int 92233720"),
-        (["b", "c"], {"country": [1e300, None]}, r"'country' .*, id 'b': must be an integer of 64 bits, got int 1000"),
+        (["b", "c"], {"country": [1, 10**5000]}, r"'country' .*, id 'c': must be a 64-bit integer, got int with"),
+        (["b", "c"], {"tags": [[1], [2**63]]}, r"'tags' .*, id 'c': must be a 64-bit integer, got int 92233720"),
+        (["b", "c"], {"country": [1e300, None]}, r"'country' .*, id 'b': must be a 64-bit integer, got int 1000"),
     ],
 )
 def test_text_that_cannot_be_written_is_refused_before_anything_changes(ids, columns, sentence, tmp_path):
@@ -431,7 +431,5 @@ def test_a_copied_model_and_its_index_share_the_parameter():
 def test_a_sharded_index_is_not_copied(process_group):
     index = ShardedIndex(D, 9)
     for call in (lambda: pickle.dumps(index), lambda: copy.deepcopy(index)):
-        with pytest.raises(
-            TypeError, match="ShardedIndex: an index over several processes cannot be copied or pickled"
-        ):
+        with pytest.raises(TypeError, match=r"ShardedIndex: an index over .* cannot be copied or pickled"):
             call()

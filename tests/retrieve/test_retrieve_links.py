@@ -127,7 +127,7 @@ def test_examples_without_attributes(data):
 
 
 def test_too_few_steps_warn(data):
-    with pytest.warns(UserWarning, match=r"Links.fit: no convergence within 2 steps"):
+    with pytest.warns(UserWarning, match=r"Links.fit: not converged in 2 steps"):
         fit(*data, steps=2)
 
 
@@ -212,7 +212,7 @@ PLAIN = {"query_schema": retrieve.Schema(a=retrieve.Category()), "item_schema": 
     [
         ({"pairs": []}, r"pairs must hold at least one confirmed pair, got none"),
         ({"pairs": np.zeros((0, 2), dtype=int)}, r"pairs must hold at least one confirmed pair, got none"),
-        ({"pairs": [(0, 0, 0)]}, r"pairs must be (query, item) pairs"),
+        ({"pairs": [(0, 0, 0)]}, r"pairs must be \(query, item\) pairs"),
         ({"pairs": np.zeros((2, 3), dtype=int)}, r"pairs must be \(pairs, 2\), each a query and an item, got \(2, 3\)"),
         ({"pairs": {"q": [0]}}, r"pairs must be a two-column table, queries and items, got 'q'"),
         ({"pairs": [(0, 2)]}, r"pairs name 2 for items, but the table has 2 rows"),
@@ -221,11 +221,11 @@ PLAIN = {"query_schema": retrieve.Schema(a=retrieve.Category()), "item_schema": 
         ({"pairs": [(0, "r")], "item_id": "id"}, r"pairs name 'r', which is not in the column 'id' for items"),
         ({"pairs": [(0, 1)], "item_id": "id"}, r"ids for items are text in the table and integers in pairs"),
         ({"query_id": "no"}, r"the table for queries must have the id column 'no'"),
-        ({"queries": {"a": ["x", "y"], "id": [1, 1]}, "query_id": "id"}, r"column 'id' for queries must .* repeats 1"),
+        ({"queries": {"a": ["x", "y"], "id": [1, 1]}, "query_id": "id"}, r"the column 'id' for queries .* repeats 1"),
         ({"queries": {"A": ["x", "y"]}}, r"the table for queries must have the column 'a', a Category; there are 'A'"),
         ({"items": {"b": ["u", "v"]}}, r"column 'b' \(Tags\) for items, row 0: must be a list of strings or integers"),
         ({"query_schema": PLAIN}, r"query_schema must be a retrieve.Schema, got dict"),
-        ({"query_schema": retrieve.Schema(a=retrieve.Number())}, r"columns of query_schema must be .* 'a', a Number"),
+        ({"query_schema": retrieve.Schema(a=retrieve.Number())}, r"columns in query_schema must be .* 'a', a Number"),
         ({"item_schema": retrieve.Schema(b=retrieve.Number())}, r"item_schema must have a Category or"),
         ({"pairs": [(0, 0), (0, 1)]}, r"pairs must leave some pairs unconfirmed, got every query with every item"),
     ],

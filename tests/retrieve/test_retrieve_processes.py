@@ -505,9 +505,7 @@ def test_records_that_do_not_fit_the_index_are_refused(tmp_path):
         ("grow", {"capacity": torch.zeros(0, dtype=torch.int64)}), ("snapshot", {}),
     ):  # fmt: skip
         path.write_bytes(begin + record(kind, tensors))
-        with pytest.raises(
-            ValueError, match=r"the journal .* (does not match its snapshot|does not belong to the snapshot)"
-        ):
+        with pytest.raises(ValueError, match=r"the journal .* does not (match its|belong to the) snapshot"):
             Index.load(folder)
 
 
@@ -535,10 +533,7 @@ class Folder:
             refused = self.holder is not None
             assert done != refused, (name, said)
             if refused:
-                assert re.search(
-                    r"is open for writing in another index or process \((this process|process \d+)\)",
-                    said,
-                )
+                assert re.search(r"is open for writing in another .* \((this process|process \d+)\)", said)
                 return
         assert done, (name, said)
         if name == "make":

@@ -319,7 +319,7 @@ def test_the_queue_has_an_end_and_who_goes_away_leaves_it(workers, monkeypatch):
             await until(lambda n=waiting: waiting_queries(service) == n)
         refused = await clients[1].post("/search", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "beyond 4" in refused.json()["detail"]
+        assert "queue limit, 4" in refused.json()["detail"]
         # An ASGI client that goes away: the transport's own clients never do.
         asked, gone = asyncio.Event(), asyncio.Event()
 

@@ -472,7 +472,7 @@ def test_zeros_before_a_record_are_no_end(tmp_path, monkeypatch):
         (lambda p: Index.load(p / "none"), r"Index.load: path must be a folder that Index.save wrote, got .*none"),
         (lambda p: Index.open(p), "Index.open: path must be a folder that Index.save wrote"),
         (lambda p: made(list).save(p / "file"), "Index.save: path must be a folder.*got the file"),
-        (lambda p: Index.over(torch.zeros(3, 2)).save(p), "an index over a parameter is saved with the model"),
+        (lambda p: Index.over(torch.zeros(3, 2)).save(p), "an index over a parameter is saved in the model"),
     ],
 )
 def test_a_bad_path_gets_a_sentence(tmp_path, make, sentence):

@@ -32,9 +32,7 @@ def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
     """
     layout = get_layout(model)
     if not is_compressed(layout):
-        raise ValueError(
-            "save: the model has no compressed layers; save the model directly, or compress the model first."
-        )
+        raise ValueError("save: the model has no compressed layers; save directly, or compress first.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
@@ -89,9 +87,7 @@ def _load_pretrained(folder: Path, options: dict[str, Any]) -> Any:
     fields = read_json(folder / "config.json")
     stored = fields.get("quantization_config")
     if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
-        raise ValueError(
-            f"load: the model in {folder} is not compressed by Tigon; load the model with from_pretrained."
-        )
+        raise ValueError(f"load: the model in {folder} is not compressed by Tigon; use from_pretrained.")
     import transformers
 
     import tigon.compress.quantizer  # noqa: F401 - registers the method

@@ -330,5 +330,5 @@ def shorten(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # integers with more digits than Python's limit
-        text = "an integer with too many digits to print"
+        text = "with too many digits to print"
     return text if len(text) <= 60 else text[:57] + "…"

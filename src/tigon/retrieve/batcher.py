@@ -113,7 +113,7 @@ class Batcher(Forkable):
             if not future.cancel() and future.done():  # finished at this moment
                 return future.result()
             raise TimeoutError(
-                f"Batcher.search: no result within {timeout} s; {len(self):,} queries are waiting."
+                f"Batcher.search: no result within {timeout} s; {len(self):,} queries waiting."
             ) from None
         except CancelledError:
             raise RuntimeError("Batcher.search: the batcher was closed before the search began.") from None

@@ -158,9 +158,7 @@ class Retriever(nn.Module):
             process has opened the index or saves to the folder.
         """
         if isinstance(self.index, ShardedIndex):
-            raise ValueError(
-                "Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use ShardedIndex.save."
-            )
+            raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: call index.save.")
         folder = read_path("Retriever.save_pretrained", "folder", folder)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"Retriever.save_pretrained: folder must be a folder, got the file {folder}.")

@@ -41,9 +41,7 @@ class CompressOptions:
     dense: bool = option(False, "Save dense weights, which load without Tigon.")
     tokens: int = option(8192, "Calibration tokens, drawn from the whole text.", min=256)
     dtype: str = option("auto", f"Dtype for loading the weights: {', '.join(DTYPES)}.")
-    held: list[Path] | None = option(
-        None, "Held-out text: print the loss and the latency, before and after compression."
-    )
+    held: list[Path] | None = option(None, "Held-out text: print loss and latency before and after compression.")
     device: str = device_option()
     plot: Path | None = option(None, "Plot the report into this file.")
     overwrite: bool = option(False, "Replace an existing compressed model in --output, and --plot.")

@@ -23,9 +23,7 @@ CODES = ("int8", "sign")  # of retrieve.Index
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    items: list[Path] = argument(
-        "Files in the same format, or a folder with such files: parquet, csv, json lines, arrow."
-    )
+    items: list[Path] = argument("Files in one format, or a folder with such files: parquet, csv, json lines, arrow.")
     output: Path = option(..., "Folder for the index.", "-o")
     vector: str | None = option(None, "Vector column; default: the only column with lists of floats.")
     vectors: Path | None = option(None, "A .npy file with the vectors, (items, dim), instead of a column.")
@@ -34,9 +32,7 @@ class BuildOptions:
     columns: str | None = option(None, "Filter columns, separated by commas; default: all. Not with --schema.")
     metric: str = option("ip", f"Similarity metric: {', '.join(METRICS)}.")
     dtype: str = option("float16", f"Dtype for the stored vectors: {', '.join(BYTES)}.")
-    codes: str | None = option(
-        None, f"Also store short codes for the vectors, which a GPU scans first: {', '.join(CODES)}."
-    )
+    codes: str | None = option(None, f"Also store short codes, which a GPU scans first: {', '.join(CODES)}.")
     bits: int = option(512, "Signs per vector with --codes sign: 64, 128, 256, 512 or 1024.")
     capacity: int | None = option(None, "Capacity in items; default: all items in the files.", min=1)
     batch_size: int = option(65_536, "Items to read and write at a time.", min=1)
@@ -84,18 +80,14 @@ def build(options: BuildOptions) -> None:
             if index is None:
                 index = _make_index(options, found.rows, matrix.shape[1], schema)
             if matrix.shape[1] != index.dim:
-                raise ValueError(
-                    f"every vector must have {index.dim} numbers, like the first vector, got {matrix.shape[1]}"
-                )
+                raise ValueError(f"every vector must have {index.dim} numbers, like the first, got {matrix.shape[1]}")
             index.upsert(names, matrix, table)
             done += len(matrix)
             steps.show(done)
     with console.status(f"writing {output}"), sentences(NAME):
         index.save(output)
     if len(index) < found.rows:
-        console.print(
-            f"{found.rows - len(index):,} rows have the same id as a later row and were replaced by the later row."
-        )
+        console.print(f"{found.rows - len(index):,} rows were replaced by later rows with the same id.")
     if ids is None:
         near = [name for name in found.names if name.lower().endswith("id") and name != column]
         console.print(

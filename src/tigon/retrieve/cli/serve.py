@@ -37,9 +37,7 @@ class ServeOptions:
     max_batch: int = option(256, "Maximum queries per request and per search.", min=1)
     max_queue: int = option(4096, "Maximum queries in the queue; further requests get status 429.", min=1)
     wait: float = option(1.0, "Maximum milliseconds to wait for other searches to batch with.", min=0.0)
-    workers: int = option(
-        0, "Worker processes that read and write HTTP; 0 or 1: a single process does everything.", min=0, max=256
-    )
+    workers: int = option(0, "Worker processes for HTTP; 0 or 1: a single process does everything.", min=0, max=256)
     max_connections: int = option(4096, "Maximum connections per process; further clients get status 503.", min=1)
     request_timeout: float = option(60.0, "Seconds for a request to arrive; a slower client gets status 408.", min=0.1)
     allowed_hosts: str = option(

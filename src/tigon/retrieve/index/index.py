@@ -398,9 +398,7 @@ class Index(BaseIndex, nn.Module):
             for an index over a parameter; OSError if the disk is full.
         """
         if self.table.is_over_parameter:
-            raise ValueError(
-                "Index.save: an index over a parameter is saved with the model: use the model's state_dict."
-            )
+            raise ValueError("Index.save: an index over a parameter is saved in the model's state_dict.")
         with self.table.scheduler.update_lock:
             snapshot.save_snapshot(self.writer, read_path("Index.save", "path", path), self.folder)
 

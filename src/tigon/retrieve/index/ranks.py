@@ -38,9 +38,7 @@ class Ranks:
         from tigon.losses.head.vocabulary_parallel import process_group
 
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError(
-                f"{name}: mesh must belong to an initialised process group: call init_process_group first."
-            )
+            raise ValueError(f"{name}: mesh must have an initialised process group: call init_process_group first.")
         self.group: dist.ProcessGroup | None = None if mesh is None else process_group(name, mesh, "mesh")
         self.own, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.own < 0:

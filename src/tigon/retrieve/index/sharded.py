@@ -136,9 +136,7 @@ class ShardedIndex(BaseIndex):
         self.ranks.check_alike(name, *arguments)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "ShardedIndex: an index over several processes cannot be copied or pickled: save and load the index."
-        )
+        raise TypeError("ShardedIndex: an index over several processes cannot be copied or pickled: use save and load.")
 
     def __repr__(self) -> str:
         return f"ShardedIndex({self.extra_repr()}, rank {self.ranks.own} of {self.ranks.count})"

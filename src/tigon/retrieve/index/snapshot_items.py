@@ -151,9 +151,7 @@ def _read_places(table: RowTable, file: Any, content: dict[str, Any]) -> Ints:
     if table.codes is not None and table.codes.error is not None:
         wanted["error"] = table.codes.error.dtype, [*table.codes.error.shape]
     if names - wanted.keys():
-        raise _UnfitError(
-            f"the file holds {', '.join(sorted(names - wanted.keys()))}, which such an index does not have"
-        )
+        raise _UnfitError(f"the file holds {', '.join(sorted(names - wanted.keys()))}, unknown to this index")
     for name, (dtype, expected) in wanted.items():
         if shape(name, dtype) != expected:
             raise _UnfitError(f"{name} must have shape {expected}, got {shape(name, dtype)}")

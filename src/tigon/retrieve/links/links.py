@@ -175,9 +175,7 @@ class Links:
         given = [torch.from_numpy(array).to(device or "cpu") for array in (numbered.reshape(-1), starts, target)]
         result = fit(given[0], given[1], given[2], len(known), options.l1, options.steps)
         if not result.converged:
-            warnings.warn(
-                f"{name}: no convergence within {options.steps} steps; edges may change with more steps.", stacklevel=2
-            )
+            warnings.warn(f"{name}: not converged in {options.steps} steps; more steps may change edges.", stacklevel=2)
         weights = result.weights.float().cpu().numpy()
         kept = np.flatnonzero(weights)
         wide = max(len(sides[1].attributes), 1)

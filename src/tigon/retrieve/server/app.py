@@ -156,9 +156,7 @@ class Application:
         elif path not in OPEN_PATHS:
             bearer = {"www-authenticate": "Bearer"}
             if key is None:
-                raise HTTPException(
-                    401, "an API key is required: Authorization: Bearer KEY, or X-API-Key: KEY.", bearer
-                )
+                raise HTTPException(401, "a key is required: Authorization: Bearer KEY, or X-API-Key: KEY.", bearer)
             if not hmac.compare_digest(key, self.key.encode()):
                 raise HTTPException(401, "the API key is wrong.", bearer)
         if self.draining and path in self._posts:
@@ -173,9 +171,7 @@ class Application:
                 self._known_hosts.clear()
             self._known_hosts.add(host)
         if origin is not None and origin.partition(b"://")[2].lower() != (host or b"").lower():
-            raise HTTPException(
-                403, "a web page from another origin cannot use this server, since the server has no API key."
-            )
+            raise HTTPException(403, "a web page from another origin cannot use a server without an API key.")
         if path in UPDATES and path in self._posts and kind not in (JSON, BINARY) and (kind or path != "/snapshot"):
             raise HTTPException(415, "content-type must be application/json or application/octet-stream.")
 

@@ -54,9 +54,7 @@ class SearchMetrics:
     def __init__(self, waiting: Callable[[], float], items: Callable[[], float], capacity: Callable[[], float]) -> None:
         registry = self._registry = CollectorRegistry()
         self.queries = Counter("tigon_queries", "Queries answered.", registry=registry)
-        self.dropped = Counter(
-            "tigon_dropped_queries", "Queries dropped because the client disconnected.", registry=registry
-        )
+        self.dropped = Counter("tigon_dropped_queries", "Queries of disconnected clients.", registry=registry)
         self.batch = Histogram("tigon_batch_queries", "Queries per search.", buckets=QUERIES, registry=registry)
         self.seconds = Histogram(
             "tigon_search_seconds", "Seconds per index search, for all its queries.", buckets=SECONDS,

@@ -84,9 +84,7 @@ class SearchRequest(NamedTuple):
         elif info.has_encoder:
             features, count = parse_features(body, arrays)
         else:
-            raise HTTPException(
-                422, "texts and features need an encoder, and this server has no encoder: send vectors."
-            )
+            raise HTTPException(422, "this server has no encoder for texts and features: send vectors.")
         if not 0 < count <= limits.max_batch:
             status = 413 if count else 422
             raise HTTPException(status, f"a request must have 1 to {limits.max_batch:,} queries, got {count:,}.")

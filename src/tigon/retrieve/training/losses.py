@@ -316,9 +316,7 @@ def _parse_negatives(
         else:
             bias = -log_q.detach()[shared]
     elif allowed is not None:
-        raise ValueError(
-            f"{name}: allowed must be None without shared negatives; mark excluded negatives of a query with -1."
-        )
+        raise ValueError(f"{name}: allowed must be None without shared negatives; exclude per-query negatives with -1.")
     if own is not None:
         if own.dim() != 2 or len(own) != len(query) or own.dtype.is_floating_point or own.dtype == torch.bool:
             raise ValueError(
