@@ -90,7 +90,7 @@ def test_towers_find_it(plant, here, tmp_path):
     of_kind = [torch.nn.functional.one_hot(torch.from_numpy(one), 4).float() for one in (kind, np.arange(items) % 4)]
     oracle = metrics.evaluate(*of_kind, right, known, (20,))["ndcg@20"]
     assert value > chance + 0.5 * (oracle - chance)
-    assert f"chosen from {len(train):,} pairs: dim " in said.err
+    assert f"chosen for {len(train):,} pairs: dim " in said.err
 
 
 def test_embeddings_of_nodes_find_it(plant, here, tmp_path):

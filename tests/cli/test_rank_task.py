@@ -71,7 +71,7 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     done = tigon(*arguments(tables, output, *own)).ok()
     found = losses(output)
     assert list(found) == list(range(1, 5))
-    assert "chosen from 96 rows: num_train_epochs" not in done.out, "all of these options are given"
+    assert "chosen for 96 rows: num_train_epochs" not in done.out, "all of these options are given"
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [row["step"] for row in history if "eval_auc_like" in row] == [2, 4]
     assert {"prompt.yaml", "ranker.json"} <= {file.name for file in (output / "checkpoint-4").iterdir()}
