@@ -61,7 +61,7 @@ def test_ligr_finds_it(plant, here, tmp_path):
     write(tmp_path, train=shown, test=test, events=events)
     found, said = fit(here, tmp_path, "ligr")
     assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.56  # chance is 0.5 ± 0.026 on 2,000 rows
-    assert "chosen from 72 rows: width 64, layers " in said.err
+    assert "chosen for 72 rows: width 64, layers " in said.err
     assert found["options"]["width"] == 64
 
 
@@ -90,7 +90,7 @@ def test_towers_find_it(plant, here, tmp_path):
     of_kind = [torch.nn.functional.one_hot(torch.from_numpy(one), 4).float() for one in (kind, np.arange(items) % 4)]
     oracle = metrics.evaluate(*of_kind, right, known, (20,))["ndcg@20"]
     assert value > chance + 0.5 * (oracle - chance)
-    assert f"chosen from {len(train):,} pairs: dim " in said.err
+    assert f"chosen for {len(train):,} pairs: dim " in said.err
 
 
 def test_embeddings_of_nodes_find_it(plant, here, tmp_path):
@@ -105,7 +105,7 @@ def test_embeddings_of_nodes_find_it(plant, here, tmp_path):
     share = found["summary"]["test"]["mean"]
     assert share > probe(graph.x, graph)["test"] + 0.15
     assert share > 1 / 3 + 0.4 * (1 - 1 / 3)
-    assert "chosen from 120 nodes: gamma 1.0, eps 0.3, epochs 20" in said.err
+    assert "chosen for 120 nodes: gamma 1.0, eps 0.3, epochs 20" in said.err
 
 
 def test_sizes_grow_with_the_data():

@@ -238,7 +238,7 @@ def test_files_that_are_wrong_further_down_get_a_sentence(here, tmp_path):
     (tmp_path / "full" / "tigon.lock").touch()  # what a save leaves that found no room
     here("retrieve", "build", "whole.parquet", "-o", "full", "--overwrite", cwd=tmp_path).ok()
     here("retrieve", "build", "whole.parquet", "-o", ".", "--overwrite", cwd=tmp_path).problem(
-        "holds whole.parquet, which is"
+        "contains the input whole.parquet"
     )
 
 

@@ -98,7 +98,7 @@ def _bad(name: str) -> tuple[Bad, ...]:
         Bad(inputs(grad=True), rf"{name}: target must not require a gradient.*detach"),
         Bad(
             inputs(mask=torch.ones(4, dtype=torch.bool)),
-            rf"{name}: mask must be booleans on .*, one a row, \(3,\), got \(4,\)",
+            rf"{name}: mask must be booleans on .*, one per row, \(3,\), got \(4,\)",
         ),
         Bad(inputs(mask=torch.zeros(3).long()), rf"{name}: mask must be booleans.*torch.int64"),
         Bad(inputs(), rf"{name}: temperature must be positive or None, got 0", {"temperature": 0}),
