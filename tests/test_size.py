@@ -19,10 +19,10 @@ LINES = {  # to the next 50
     "src/tigon/losses": 8700,
     "src/tigon/nn": 500,
     "src/tigon/ops": 16050,
-    "src/tigon/rank": 15100,
-    "src/tigon/retrieve": 18350,
+    "src/tigon/rank": 15150,
+    "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 61900,
+    "tests": 61950,
     "benchmarks": 15700,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
