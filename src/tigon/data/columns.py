@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,11 @@ def _plain(name: str, column: Any) -> Any:
     if kind == "pandas" and hasattr(column, "dtype"):
         import pyarrow as pa
 
-        if column.dtype == object:  # of any values: pyarrow would cut times to dates beside dates
+        if column.dtype != object:  # of objects, pyarrow would cut times to dates beside dates
+            with suppress(pa.ArrowException):  # pyarrow has no sparse and no complex numbers
+                column, kind = pa.Array.from_pandas(column), "pyarrow"
+        if kind == "pandas":
             return [None if missing else value for value, missing in zip(column, column.isna(), strict=True)]
-        column, kind = pa.Array.from_pandas(column), "pyarrow"
     if kind == "pyarrow":
         if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
             column = column.combine_chunks()
