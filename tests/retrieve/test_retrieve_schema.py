@@ -40,7 +40,8 @@ def as_pandas():
     plain = pd.DataFrame(TABLE)
     other = plain.assign(country=plain["country"].astype("category"), size=plain["size"].astype("Int64"))
     zoned = other.assign(posted=other["posted"].dt.tz_localize("UTC").dt.tz_convert("Asia/Tokyo"))
-    return [plain, other, zoned]
+    sparse = plain.assign(price=plain["price"].astype(pd.SparseDtype("float64")))
+    return [plain, other, zoned, sparse]
 
 
 def as_polars():
