@@ -324,10 +324,10 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts, tmp_path
     for arguments, sentence in (
         ((*other, options(6)), r"started with labels click, but got bought;"),
         ((fewer, val, options(6)), r"started with training data 168 requests, \w+, but got 100 requests, "),
-        ((train, fewer, options(6)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
-        ((*parts, options(6, sampler="random")), r"with sampler evolution, and now there is random;"),
-        ((*parts, options(6, seed=1)), r"begun with seed 0, and now there is 1;"),
-        ((*parts, options(6, fit=dataclasses.replace(FIT, lr=0.5))), r"with fit lr 0\.02, and now there is 0\.5;"),
+        ((train, fewer, options(6)), r"started with held-out data 72 requests, .* but got 100 requests, "),
+        ((*parts, options(6, sampler="random")), r"with sampler evolution, but got random;"),
+        ((*parts, options(6, seed=1)), r"started with seed 0, but got 1;"),
+        ((*parts, options(6, fit=dataclasses.replace(FIT, lr=0.5))), r"with fit lr 0\.02, but got 0\.5;"),
     ):
         with pytest.raises(ValueError, match=sentence):
             rank.search_blocks(*arguments, folder=folder)
