@@ -280,7 +280,7 @@ def test_several_seeds_are_runs_beside_each_other(folder, here, tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, out / "seed-1"], stdin=-1, stdout=-1)
     assert holder.stdout.read(1) == b"x"
     refused = here("rank", "fit", "--resume", "--device", "cpu", "-o", out)
-    assert (refused.code, "another run is at work in" in refused.err) == (2, True), refused.err
+    assert (refused.code, "another run is using" in refused.err) == (2, True), refused.err
     holder.communicate()
     here("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
     assert results(out)["summary"] == found["summary"]

@@ -96,7 +96,7 @@ def test_interrupted_it_leaves_a_checkpoint_and_a_damaged_one_is_passed_over(
     assert "Traceback" not in err
     newest, before = find_checkpoints(output)[:2]
     stopped = int(newest.name[11:])
-    assert f"stopped at step {stopped} of {STEPS}, with a checkpoint; the same command with --resume_from" in err
+    assert f"stopped at step {stopped} of {STEPS}, with a checkpoint; run the same command with --resume_from" in err
     assert find_defect(newest) is None
 
     (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])

@@ -159,7 +159,7 @@ def _match_calls(calls: list[_Call]) -> tuple[list[FeedForward], dict[str, str]]
         # As wide as a feed-forward layer at the same model width: users will look for this layer in the report.
         elif any(c.widths == down.widths[::-1] and c.widths[0] < c.widths[1] for c in before):
             acts = ", ".join(ACTS)
-            skipped[down.name] = f"the input is neither {acts} from earlier layers nor a product with such outputs"
+            skipped[down.name] = f"the input is not an activation of earlier layers ({acts}), nor a product with one"
     return list(found.values()), skipped
 
 
