@@ -374,7 +374,7 @@ def test_compiles_whole(kind, backend, device):
         options = {"tags": tags, "tag_weights": weights, "where": HALF} if kind == "tags" else {"where": OPTIONS[kind]}
         return tigon.filtered_topk(query, items, 5, attributes=attributes, **options)
 
-    # Of an operator AOT also traces the empty results.
+    # AOT also traces the empty results of an operator.
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager" if backend == "triton" else "eager")
     for n in (90, 77):
         given = query, items[:n], attributes[:, :n], bits[:, : -(-n // 32)], weights

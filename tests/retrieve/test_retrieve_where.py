@@ -295,6 +295,15 @@ def test_a_filter_takes_seconds_at_most(case):
     assert time.thread_time() - begun < 4
 
 
+def test_equal_parts_are_compiled_once(monkeypatch):
+    from tigon.retrieve.filters import clauses
+
+    compiled, right = [], clauses._compile_comparison
+    monkeypatch.setattr(clauses, "_compile_comparison", lambda *given: compiled.append(given[0]) or right(*given))
+    compile_clauses(parse("c == 1 or c == 2 or c == 1"), Schema(c=Category(4)))
+    assert [part.value for part in compiled] == [1, 2]
+
+
 def test_wide_and_narrow_ranges_are_exact():
     schema = Schema(n=Number(0, 4_000_000, step=1))
     values = [0, 1, 1_999_999, 2_000_000, 2_000_001, 3_000_000, 3_000_001, 3_000_002, 3_000_039, 3_000_041, None]

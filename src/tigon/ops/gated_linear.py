@@ -204,11 +204,11 @@ def _save_first(ctx: Any, *inputs: Any) -> Tensor:
     return _gated_linear_fwd(*inputs[:-1])
 
 
-def _backward_of_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _gradients(ctx, dy, *load_tensors(ctx))
 
 
-_gated_linear_saved_first = make_function(_save_first, _backward_of_packed, "gated_linear")
+_gated_linear_saved_first = make_function(_save_first, _differentiate_packed, "gated_linear")
 
 
 EXAMPLES = {
