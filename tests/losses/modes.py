@@ -28,8 +28,9 @@ class Watch(TorchDispatchMode):
             if isinstance(t, Tensor) and t.is_floating_point():
                 self.largest = max(self.largest, t.numel())
         if name in ("mm", "addmm", "addmm_"):
-            self.products += math.prod(args[-2].shape) * args[-1].shape[1]
-            self.rows += args[-2].shape[0]
+            first, second = [t for t in args if isinstance(t, Tensor)][-2:]  # an out_dtype may follow
+            self.products += math.prod(first.shape) * second.shape[1]
+            self.rows += first.shape[0]
         return out
 
 

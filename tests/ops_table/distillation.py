@@ -121,7 +121,7 @@ DISTILL = Op(
         Case("tvd, valid rows alone", (180, 16, 60), {**_SMALL, "loss_type": "tvd", "num_valid": _valid(180)}, draws=4),
         Case("cosine", (11, 24, 100), {"loss_type": "cosine", "hard_weight": 0.5}, draws=8),
         Case("beyond one block", (7, 16, 5000), {"hard_weight": 0.5, "divisor": torch.tensor(5)}, draws=2),
-        Case("every option", (11, 24, 300), {**_EVERY_OPTION, **_TEACHER, "divisor": 5.0}, draws=8),
+        Case("every option", (11, 24, 300), {**_EVERY_OPTION, **_TEACHER, "divisor": 5.0}, draws=32),
     ),
     empty=((0, 8, 12),),
     bad=(
