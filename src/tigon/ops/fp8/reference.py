@@ -1,0 +1,109 @@
+"""The FP8 recipe in plain PyTorch: what the kernels compute, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.ops.acts import ACTS
+from tigon.ops.fp8.recipe import E4M3, LARGEST, LEAST_SCALE, Norm, Rows, Weight, padded
+
+
+def compute_scale(amax: Tensor) -> Tensor:
+    """The power of two at or above amax / 448, at least 2⁻¹²⁶. Infinite for an infinite amax, NaN for NaN."""
+    s = (amax.float() * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
+    mantissa, exponent = torch.frexp(s)
+    power = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())
+    return torch.where(s.isfinite(), power, s)
+
+
+def round_to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale in e4m3. An infinite scale gives NaN where x is not finite, and 0 elsewhere."""
+    scaled = x.float() * (1.0 / scale)
+    return torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(E4M3)
+
+
+def quantize_rows_reference(x: Tensor, *beside: Tensor) -> Rows:
+    rows = torch.cat([x, *beside], 1).float() if beside else x.float()
+    scale = compute_scale(rows.abs().amax(1, keepdim=True)) if rows.shape[1] else rows.new_ones(len(rows), 1)
+    return Rows(round_to_e4m3(rows, scale), scale)
+
+
+def norm_rows_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[Tensor, Tensor, Rows]:
+    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    rstd = torch.rsqrt(total.float().square().mean(1) + eps)
+    return total, rstd, quantize_rows_reference(norm_again(total, Norm(rstd, weight, offset, cast)))
+
+
+def norm_again(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of x in x's dtype, from the saved 1/rms."""
+    y = x.float() * norm.rstd[:, None]
+    if norm.cast == "llama":
+        y = y.to(x.dtype).float()
+    if norm.weight is not None:
+        y = y * (norm.weight.float() + norm.offset)
+    return y.to(x.dtype)
+
+
+def gated_rows_reference(gate_up: Tensor, act: str, keep: bool) -> tuple[Rows, Rows | None]:
+    gate, up = gate_up.float().chunk(2, 1)
+    product = quantize_rows_reference(ACTS[act].value(gate) * up)
+    if not keep:
+        return product, None
+    kept = [quantize_rows_reference(half) for half in (gate, up)]
+    return product, Rows(torch.cat([half.data for half in kept], 1), torch.cat([half.scale for half in kept], 1))
+
+
+def gated_gradient_reference(
+    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None
+) -> tuple[Rows, Tensor | None]:
+    gate, up = gate_up.float().chunk(2, 1)
+    if scale is not None:
+        gate, up = gate * scale[:, :1], up * scale[:, 1:]
+    value, slope = ACTS[act].value(gate), slope_of(act, gate)
+    product = None if product_scale is None else round_to_e4m3(value * up, product_scale)
+    return quantize_rows_reference(dy.float() * up * slope, dy.float() * value), product
+
+
+def slope_of(act: str, gate: Tensor) -> Tensor:
+    with torch.enable_grad():
+        g = gate.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(ACTS[act].value(g).sum(), g)
+    return slope
+
+
+def fold_scales_reference(into: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    c = (into * other).amax().clamp(min=2.0**-120) if into.numel() else into.new_ones(())
+    return into / c, c
+
+
+def to_columns_reference(x: Tensor, factor: Tensor, norm: Norm | None) -> Tensor:
+    y = x if norm is None else norm_again(x, norm)
+    scaled = y.float() * factor.view(-1, 1)
+    return transpose_rows_reference(torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(E4M3))
+
+
+def transpose_rows_reference(data: Tensor) -> Tensor:
+    M, N = data.shape
+    columns = data.new_zeros((N, padded(M)), dtype=torch.uint8)
+    columns[:, :M] = data.view(torch.uint8).t()
+    return columns.view(data.dtype)
+
+
+def quantize_weight_reference(parts: Sequence[Tensor], amax: Tensor) -> Weight:
+    weight = torch.cat([part.float() for part in parts])
+    scale = compute_scale(amax)
+    return Weight(round_to_e4m3(weight, scale), scale.expand(len(weight)).contiguous())
+
+
+def multiply_rows_reference(rows: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = (rows.data.float() @ weight.data.float().t()) * (rows.scale * weight.scale[:1])
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def multiply_columns_reference(a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype) -> Tensor:
+    return (a.float() @ b.float().t() * c).to(dtype)
