@@ -489,7 +489,7 @@ def kernels() -> list[str]:
     """Every kernel in the package that is launched from Python, not called from another kernel."""
     found: dict[str, JITFunction] = {}
     for module in pkgutil.walk_packages(tigon.__path__, "tigon."):
-        if module.name.split(".")[1] in ("ops", "losses", "training", "rank", "retrieve") and ".cli" not in module.name:
+        if module.name.split(".")[1] in ("ops", "losses", "training", "rank", "retrieve") and not {"cli", "server"} & set(module.name.split(".")):
             members = vars(importlib.import_module(module.name)).values()
             found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
     called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}
