@@ -43,6 +43,10 @@ NUMBERS = [
 WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
     "quantized_embedding": "takes no floats and has no gradient: ops/test_quantized_embedding.py",
+    "fp8_rows": "a part of FP8 layers, without a gradient: ops/test_fp8_rows.py",
+    "fp8_norm_rows": "as fp8_rows",
+    "fp8_weight": "as fp8_rows: ops/test_fp8_weight.py",
+    "fp8_transposed": "as fp8_weight",
     "filtered_topk": "has no gradient, and its answer is exact: ops/test_filtered_topk.py",
     "coded_topk": "as filtered_topk: ops/test_filtered_topk_codes.py",
     "sign_topk": "as filtered_topk, but guessed: ops/test_sign_codes.py",

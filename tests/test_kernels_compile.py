@@ -75,6 +75,8 @@ OF_FROZEN = {"tigon.ops.prefix_attention.queries._delta_kernel"}
 def test_every_kernel_is_launched(target):
     found = compiled(target)
     elsewhere = ON_NVIDIA if target.startswith("hip") else set()
+    if target not in PROMISED:  # Triton has no e4m3 there
+        elsewhere = elsewhere | {kernel for kernel in found["kernels"] if kernel.startswith("tigon.ops.fp8.")}
     if BRIEF and target != "cuda:90":
         elsewhere = elsewhere | OF_FROZEN
     assert {launch["kernel"] for launch in found["launches"]} == set(found["kernels"]) - elsewhere
@@ -185,3 +187,13 @@ def test_parameters_are_moved_16_bytes_at_a_time(target):
         tensors = 1 if "squared_norm" in launch["kernel"] and launch["case"] == "plain" else 2
         size = 4 if launch["dtype"] == "float32" else 2
         assert launch["wide_loads"] >= tensors * size, named(launch)
+
+
+@EVERY_PROMISED_TARGET
+def test_fp8_factors_are_read_16_bytes_at_a_time(target):
+    """Except for a weight's largest magnitude, and rows that begin between 16-byte boundaries."""
+    found = [x for x in compiled(target)["launches"] if x["kernel"].startswith("tigon.ops.fp8.")]
+    assert len(found) >= 8
+    aligned = [x for x in found if not (x["case"] == "three beside" and x["shape"][-1] % 64)]
+    narrow = [named(x) for x in aligned if not x["wide_loads"] or x["narrow_loads"] > 1]
+    assert not narrow, "\n".join(narrow)
