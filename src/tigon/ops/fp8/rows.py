@@ -119,10 +119,7 @@ def tile_rows(block: int) -> tuple[int, int]:
 
 
 def _wide_tile() -> tuple[int, int]:
-    """Columns of a block, and warps.
-
-    With 1,024 threads an SM holds one or two rows: 132 rows of 128,256 2-byte numbers take 34 MB, and fit in L2.
-    """
+    """Columns of a block, and warps: with 1,024 threads an SM holds two rows at most, and L2 more of each row."""
     return 16384, 32
 
 
