@@ -331,22 +331,6 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
     return list(launches.values())
 
 
-def fp8_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
-    """Operator, case, shape, dtype and call for each FP8 kernel."""
-    for dtype, N in (*itertools.product((torch.bfloat16,), (2048, 4096, 1552, 14336, 28672)), (torch.float32, 4096)):
-        x, weight = torch.empty(8192, N, dtype=dtype), torch.empty(N, dtype=dtype)
-        beside = [torch.empty(8192, N + 64, dtype=dtype)[:, : N // n] for n in (2, 4, 4)]
-        yield "fp8_rows", "", x.shape, dtype, functools.partial(quantize_rows, x)
-        yield "fp8_rows", "three beside", x.shape, dtype, functools.partial(quantize_rows, *beside)
-        for residual in (None, x):
-            why = "" if residual is None else "with a residual"
-            call = functools.partial(norm_rows, x, residual, weight, 1e-5, 0.0, "llama")
-            yield "fp8_norm_rows", why, x.shape, dtype, call
-        amax, parts = torch.empty(()), [torch.empty(4096, N, dtype=dtype), torch.empty(1024, N, dtype=dtype)]
-        yield "fp8_weight", "", (5120, N), dtype, functools.partial(quantize_weight, parts, amax)
-        yield "fp8_transposed", "", (5120, N), dtype, functools.partial(quantize_transposed, parts, amax)
-
-
 # Pair losses; batches that form a single part run in kernels.
 OF_PAIRS = (
     ("orpo", {}), ("simpo", {}), ("cpo", {"config": tigon.losses.CPO(loss_type="ipo")}),
@@ -510,6 +494,22 @@ def adapted(
     sizes = (rank, deep), (wide, rank)
     a, b = (torch.empty(*size, dtype=own or dtype, requires_grad=True) for size in sizes)
     return tigon.LoRA(torch.empty(wide, deep, dtype=dtype), a, b, 2.0, None, dropout)
+
+
+def fp8_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
+    """Operator, case, shape, dtype and call for each FP8 kernel."""
+    for dtype, N in (*itertools.product((torch.bfloat16,), (2048, 4096, 1552, 14336, 28672)), (torch.float32, 4096)):
+        x, weight = torch.empty(8192, N, dtype=dtype), torch.empty(N, dtype=dtype)
+        beside = [torch.empty(8192, N + 64, dtype=dtype)[:, : N // n] for n in (2, 4, 4)]
+        yield "fp8_rows", "", x.shape, dtype, functools.partial(quantize_rows, x)
+        yield "fp8_rows", "three beside", x.shape, dtype, functools.partial(quantize_rows, *beside)
+        for residual in (None, x):
+            why = "" if residual is None else "with a residual"
+            call = functools.partial(norm_rows, x, residual, weight, 1e-5, 0.0, "llama")
+            yield "fp8_norm_rows", why, x.shape, dtype, call
+        amax, parts = torch.empty(()), [torch.empty(4096, N, dtype=dtype), torch.empty(1024, N, dtype=dtype)]
+        yield "fp8_weight", "", (5120, N), dtype, functools.partial(quantize_weight, parts, amax)
+        yield "fp8_transposed", "", (5120, N), dtype, functools.partial(quantize_transposed, parts, amax)
 
 
 def kernels() -> list[str]:
