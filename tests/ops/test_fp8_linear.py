@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.ops.fp8 import columns, products
+from tigon.ops.fp8 import columns, constants, products
 from tigon.ops.fp8 import multiply as node
 from tigon.ops.fp8 import store as store_module
 from tigon.ops.fp8.multiply import Products, multiply
@@ -468,6 +468,58 @@ def test_results_may_be_written_to(device):
     weights, biases = draw_layers(device)
     for y in multiply(x, JointWeight(), weights, biases, Products()):
         y.add_(1.0).sum().backward(retain_graph=True)
+
+
+def test_evaluation_before_training(device, monkeypatch):
+    """Nothing that is kept for later is an inference tensor's."""
+    monkeypatch.setattr(constants, "_made", {})
+    x, norm_weight, store = draw(4, K, device=device).requires_grad_(), Parameter(draw(K, device=device)), JointWeight("step")
+    weights, biases = draw_layers(device)
+
+    def call():
+        _, normed = norm_to_rows(x, None, norm_weight, eps=1e-5, offset=0.0, cast="llama")
+        return multiply(normed, store, weights, biases, Products())
+
+    with torch.inference_mode():
+        before = call()
+    after = call()
+    torch.autograd.backward(after, [torch.ones_like(y) for y in after])
+    assert same(before, after)
+    assert norm_weight.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["use", "step"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_cuda_graph_sees_new_weights(frozen, policy, device):
+    x = draw(32, K, device=device).requires_grad_()
+    weights, biases = draw_layers(device)
+    for w in weights:
+        w.requires_grad_(not frozen)
+    dys, store = [draw(32, n, device=device) for n in SIZES], JointWeight(policy)
+    inputs = [t for t in (x, *weights, *biases) if t.requires_grad]
+
+    def call(store):
+        ys = multiply(x, store, weights, biases, Products())
+        return [*ys, *torch.autograd.grad(ys, inputs, dys)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call(store)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(store)
+    with torch.no_grad():
+        x.mul_(2)
+        for w in weights:
+            if not frozen:  # a replay does not see edits of frozen weights
+                w.mul_(-3)
+    graph.replay()
+    assert same(found, call(JointWeight("use")))
+    assert same(found, call(store))
 
 
 def test_no_tokens(device):

@@ -117,9 +117,9 @@ def _fp8_gated_mlp_fwd(
 
 def _read_needs(ctx: Any) -> tuple[bool, bool, bool, bool]:
     """Whether x, a weight of gate and up, down's weight, and gate and up themselves need a gradient."""
-    x, gate, up, down, gate_bias, up_bias, _ = ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]
-    need_above = gate or up
-    return x, need_above, down, x or need_above or gate_bias or up_bias
+    needs = ctx.needs_input_grad
+    need_above = needs[6] or needs[7]
+    return needs[0], need_above, needs[8], needs[0] or need_above or needs[9] or needs[10]
 
 
 def _backward(ctx: Any, given: Tensor, *_: Any) -> tuple[Any, ...]:
