@@ -56,6 +56,41 @@ def test_it_takes_the_place_of_a_linear_layer(products, device):
     assert torch.equal(layer(x), -2 * before)
 
 
+def test_compiled_code_sees_new_weights(products, device):
+    layer = nn.FP8Linear(32, 16, device=device, dtype=torch.bfloat16)
+    x = torch.randn(4, 32, device=device).to(torch.bfloat16).requires_grad_()
+
+    def call(x):
+        return layer(2 * x).relu()
+
+    compiled = torch.compile(call, backend="eager")
+    for frozen in (False, False, True, True):
+        layer.requires_grad_(not frozen)
+        y, eager = compiled(x), call(x)
+        assert torch.equal(y, eager)
+        assert torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, eager)))
+        with torch.no_grad():
+            layer.weight.mul_(-1.5)
+
+
+def test_sharded_by_fsdp2(products, device, process_group):
+    """FSDP2 fills gathered parameters without giving them a new version."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
+    plain = torch.nn.Sequential(nn.FP8Linear(32, 16), nn.FP8Linear(16, 32)).to(device, torch.bfloat16)
+    sharded = copy.deepcopy(plain)
+    for layer in (*sharded, sharded):
+        fsdp.fully_shard(layer, mesh=mesh)
+    x = torch.randn(4, 32, device=device).to(torch.bfloat16)
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+        for _ in range(3):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(plain(x), sharded(x))
+
+
 def test_sizes_are_multiples_of_16():
     with pytest.raises(ValueError, match="FP8Linear: sizes must be multiples of 16, got 24 and 16"):
         nn.FP8Linear(24, 16)

@@ -252,7 +252,9 @@ def test_only_wanted_gradients_are_computed(device, monkeypatch):
     assert some[3] is None
     assert some[5] is None
     weights[1].requires_grad_()
-    assert same([some[4], some[6]], [run(x, weights, biases, dys)[i] for i in (4, 6)])
+    every = run(x, weights, biases, dys)
+    for i in (4, 6):  # on a GPU products of other sizes add up in another order
+        assert error(some[i], every[i].double()) <= (0.005 if device.type == "cuda" else 0)
 
 
 def test_results_without_a_gradient_take_no_part(device):
@@ -463,6 +465,15 @@ def test_strides(device):
     assert x.grad.isfinite().all()
 
 
+def test_many_layers(device):
+    x, count = draw(4, K, device=device).requires_grad_(), 5
+    weights = [Parameter(draw(16, K, device=device)) for _ in range(count)]
+    dys = [draw(4, 16, device=device) for _ in range(count)]
+    ours = run(x, weights, [None] * count, dys)
+    for a, e in zip(ours, emulate(x, weights, [None] * count, dys, rounds=False), strict=True):
+        assert error(a, e) < 0.06
+
+
 def test_results_may_be_written_to(device):
     x = draw(2, 3, K, device=device).requires_grad_()
     weights, biases = draw_layers(device)
@@ -473,7 +484,11 @@ def test_results_may_be_written_to(device):
 def test_evaluation_before_training(device, monkeypatch):
     """Nothing that is kept for later is an inference tensor's."""
     monkeypatch.setattr(constants, "_made", {})
-    x, norm_weight, store = draw(4, K, device=device).requires_grad_(), Parameter(draw(K, device=device)), JointWeight("step")
+    x, norm_weight, store = (
+        draw(4, K, device=device).requires_grad_(),
+        Parameter(draw(K, device=device)),
+        JointWeight("step"),
+    )
     weights, biases = draw_layers(device)
 
     def call():
@@ -550,11 +565,12 @@ def test_linear_and_projections(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(dtype, device):
     x, w = draw(4, K, device=device, dtype=dtype), Parameter(draw(32, K, device=device, dtype=torch.float32))
+    b = draw(32, device=device)
     x.requires_grad_()
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        y = tigon.fp8.linear(x, w)
+        y = tigon.fp8.linear(x, w, b)
         y.sum().backward()
-    assert torch.equal(y, tigon.fp8.linear(x.to(torch.bfloat16), w))
+    assert torch.equal(y, tigon.fp8.linear(x.to(torch.bfloat16), w, b))
     assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, dtype, torch.float32)
 
 

@@ -196,7 +196,9 @@ def test_each_gradient_alone(wanted, unit, device):
     for i, t in enumerate(inputs):
         t.requires_grad_(i == wanted)
     alone = run(x, weights, biases, dy, unit)
-    assert same([alone[1 + wanted]], [every[1 + wanted]])
+    # On a GPU products of other sizes add up in another order.
+    bound = 0.005 if device.type == "cuda" else 0
+    assert error(alone[1 + wanted], every[1 + wanted].double()) <= bound
     assert sum(t is not None for t in alone[1:]) == 1
 
 

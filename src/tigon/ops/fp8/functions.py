@@ -110,10 +110,8 @@ def gated_mlp(
         raise ValueError(f"gated_mlp: gate must have a multiple of {2 * ALIGNMENT} rows where up is None, got {N}.")
     _check_layer("gated_mlp", "down", down_weight, down_bias, x, N if up_weight is not None else N // 2)
     stores = Stores(JointWeight("use"), JointWeight("use"))
-    with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
-        return multiply_gated(
-            x, stores, (gate_weight, up_weight, down_weight), (gate_bias, up_bias, down_bias), Unit(act, keep)
-        )
+    weights, biases = (gate_weight, up_weight, down_weight), (gate_bias, up_bias, down_bias)
+    return multiply_gated(x, stores, weights, biases, Unit(act, keep))
 
 
 def quantize_rows(x: Tensor) -> Rows:

@@ -23,8 +23,10 @@ from tigon.ops.fp8.products import multiply_columns, multiply_rows
 from tigon.ops.fp8.recipe import Norm, Rows
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.fp8.store import JointWeight
+from tigon.ops.fp8.untraced import run_untraced
 
 Hooks = tuple[Any, Any] | None
+BESIDE = 3  # tensors that `quantize_rows` reads side by side
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def multiply(
     """
     carrier, normed = (source.handle, source) if isinstance(source, Normed) else (source, None)
     saved_by = saved_by if torch.is_grad_enabled() else None
-    ys = _fp8_linear(carrier, normed, weights, options, saved_by, len(parameters), *parameters, *biases)
+    tensors = (*parameters, *biases)
+    ys = run_untraced(_fp8_linear, carrier, normed, weights, options, saved_by, len(parameters), *tensors)
     return tuple(ys[: len(parameters)])
 
 
@@ -90,7 +93,9 @@ def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     present = [i for i in range(count) if given[i] is not None]
     dys = [view_rows(dy) for dy in given[:count] if dy is not None]
     wanted = [needs[6 + i] for i in present]
-    rows = quantize_rows(*dys) if needs[0] or (True in wanted and options.dw == "fp8") else None
+    rows = None
+    if needs[0] or (True in wanted and options.dw == "fp8"):
+        rows = quantize_rows(*dys) if len(dys) <= BESIDE else quantize_rows(torch.cat(dys, 1))
     dx = None
     if needs[0] and rows is not None:
         dx = multiply_rows(rows, ctx.copies.transposed([parameters[i] for i in present]), is_exact=options.is_exact)

@@ -12,6 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
+from tigon.kernels import autocast_device
 from tigon.kernels.dispatch import stands_for_gpu, torch_is_forced
 from tigon.ops.fp8.constants import read_constant
 from tigon.ops.fp8.recipe import Rows, Weight
@@ -52,7 +53,8 @@ def multiply_rows(
         return rows.scale.new_empty((len(rows.data), len(weight.data)), dtype=torch.bfloat16) if out is None else out
     bias = None if bias is None else bias.to(torch.bfloat16)
     if torch_is_forced() or why_unsupported(rows.data.device):
-        y = multiply_rows_reference(rows, weight, bias, torch.bfloat16)
+        with torch.autocast(autocast_device(rows.data.device.type), enabled=False):
+            y = multiply_rows_reference(rows, weight, bias, torch.bfloat16)
         return y if out is None else out.copy_(y)
     own = {} if out is None else {"out": out}
     return torch._scaled_mm(
@@ -76,7 +78,8 @@ def multiply_columns(
     if stands_for_gpu(a):
         return c.new_empty((len(a), len(b)), dtype=dtype) if out is None else out
     if torch_is_forced() or why_unsupported(a.device):
-        y = multiply_columns_reference(a, b, c, dtype)
+        with torch.autocast(autocast_device(a.device.type), enabled=False):
+            y = multiply_columns_reference(a, b, c, dtype)
         return y if out is None else out.copy_(y)
     own = {} if out is None else {"out": out}
     one = read_constant(1.0, torch.float32, a.device)
