@@ -503,6 +503,35 @@ def test_evaluation_before_training(device, monkeypatch):
     assert norm_weight.grad is not None
 
 
+@pytest.mark.parametrize("policy", ["use", "step", "auto"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copies_in_a_capture(frozen, policy, device, monkeypatch):
+    """A graph quantises trainable weights itself, and holds the copies of frozen ones that it reads."""
+    layer = torch.nn.Linear(K, 32, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(not frozen)
+    x, store, measured = draw(4, K, device=device).requires_grad_(), JointWeight(policy), []
+
+    def call():
+        multiply(x, store, [layer.weight], [None], Products())[0].sum().backward()
+        return store._kept
+
+    before, kept, measure = call(), store.nbytes, store_module.measure_weights
+    monkeypatch.setattr(store_module, "is_captured", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(store_module, "measure_weights", lambda parts: measured.append(parts) or measure(parts))
+    assert call() is before  # in a rehearsal
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert call() is before
+    assert len(measured) == (0 if frozen else 2)
+    assert store._captured == ([before] if frozen else [])
+    monkeypatch.undo()
+    write_in_place(layer)
+    assert call() is not before
+    assert store.nbytes == (2 * kept if frozen else kept)
+    store.clear()
+    assert store.nbytes == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["use", "step"])
 @pytest.mark.parametrize("frozen", [False, True])

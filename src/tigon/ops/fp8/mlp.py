@@ -100,7 +100,7 @@ def _fp8_gated_mlp_fwd(
     ctx.uses_kernels = use_triton(carrier, *above, down)
     rows = quantize_rows(view_rows(carrier)) if normed is None else normed.rows
     joint = join_biases(above, biases[: len(above)])
-    gate_up = multiply_rows(rows, ctx.above.rows(above), joint, is_exact=is_exact)
+    gate_up = multiply_rows(rows, ctx.above.read_rows(above), joint, is_exact=is_exact)
     product, kept = gated_rows(gate_up, unit.act, unit.keep == "fp8" and trains)
     data, scale = (gate_up, None) if kept is None else kept
     saved = [
@@ -113,7 +113,7 @@ def _fp8_gated_mlp_fwd(
     if saved_by is None:
         anchor = anchor_unsaved(ctx, saved, normed, (carrier, *(None,) * 5, *tensors))
     del saved
-    y = multiply_rows(product, ctx.down.rows((down,)), biases[2], is_exact=is_exact)
+    y = multiply_rows(product, ctx.down.read_rows((down,)), biases[2], is_exact=is_exact)
     return reshape_rows(y, carrier.shape), *anchor
 
 
@@ -138,7 +138,7 @@ def _backward(ctx: Any, given: Tensor, *_: Any) -> tuple[Any, ...]:
     if not (need_hidden or need_down):
         return None, None, None, None, None, None, *gradients
     dy_rows = quantize_rows(dy)
-    d = multiply_rows(dy_rows, ctx.down.transposed((down,)), is_exact=is_exact)
+    d = multiply_rows(dy_rows, ctx.down.read_transposed((down,)), is_exact=is_exact)
     if is_fp8:
         rows, product = gated_gradient(d, loaded[4], scale, unit.act, product_scale if need_down else None)
         plain = None
@@ -179,7 +179,7 @@ def _backward(ctx: Any, given: Tensor, *_: Any) -> tuple[Any, ...]:
     dx = None
     if need_x:
         above = (gate,) if up is None else (gate, up)
-        dx = reshape_rows(multiply_rows(rows, ctx.above.transposed(above), is_exact=is_exact), ctx.shape)
+        dx = reshape_rows(multiply_rows(rows, ctx.above.read_transposed(above), is_exact=is_exact), ctx.shape)
     return dx, None, None, None, None, None, *gradients
 
 

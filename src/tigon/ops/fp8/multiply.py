@@ -78,7 +78,9 @@ def _fp8_linear_fwd(
     saved = [*save_input(ctx, carrier, normed, rows, needed=True in needs[6 : 6 + count])]
     saved += parameters if needs[0] else [None] * count
     save_tensors(ctx, saved_by, *saved)
-    y = multiply_rows(rows, ctx.copies.rows(parameters), join_biases(parameters, biases), is_exact=options.is_exact)
+    y = multiply_rows(
+        rows, ctx.copies.read_rows(parameters), join_biases(parameters, biases), is_exact=options.is_exact
+    )
     anchor = () if saved_by is not None else anchor_unsaved(ctx, saved, normed, (carrier, *(None,) * 5, *tensors))
     sizes = [len(p) for p in parameters]
     # Parts without a view's history, so that callers may write to them.
@@ -98,7 +100,9 @@ def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         rows = quantize_rows(*dys) if len(dys) <= BESIDE else quantize_rows(torch.cat(dys, 1))
     dx = None
     if needs[0] and rows is not None:
-        dx = multiply_rows(rows, ctx.copies.transposed([parameters[i] for i in present]), is_exact=options.is_exact)
+        dx = multiply_rows(
+            rows, ctx.copies.read_transposed([parameters[i] for i in present]), is_exact=options.is_exact
+        )
         dx = reshape_rows(dx, ctx.shape)
     gradients: list[Tensor | None] = [None] * (2 * count)
     if True in wanted:

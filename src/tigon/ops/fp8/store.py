@@ -10,8 +10,8 @@ A weight has changed if another tensor, other memory or another version stands i
 magnitude is kept by the same rule under every policy, so that several micro-batches measure it once.
 
 In a CUDA graph no rule of the host runs in a replay: while a graph is captured, trainable weights are measured and
-quantised by the graph itself, in each replay. Frozen weights use the copies kept before the capture; a replay does not
-see later edits of them.
+quantised by the graph itself, in each replay. Frozen weights use the copies kept before the capture, which then stay as
+long as the `JointWeight`; a replay does not see later edits of them.
 """
 
 from __future__ import annotations
@@ -42,24 +42,28 @@ class JointWeight:
             gathered parameters without: then trainable weights are measured at each forward pass, and not kept.
     """
 
-    __slots__ = ("__weakref__", "_kept", "is_versioned", "policy")
+    __slots__ = ("__weakref__", "_captured", "_kept", "is_versioned", "policy")
 
     def __init__(self, policy: Policy = "auto", *, is_versioned: bool = True) -> None:
         if policy not in POLICIES:
             raise ValueError(f"JointWeight: policy must be one of {POLICIES}, got {policy!r}.")
         self.policy, self.is_versioned = policy, is_versioned
         self._kept: Copies | None = None
+        self._captured: list[Copies] = []  # read by CUDA graphs: their memory must stay
 
     def read(self, parameters: Sequence[Tensor]) -> Copies:
         """The copies for a forward pass with these parameters, and for the backward pass that belongs to it."""
         is_frozen = not any(p.requires_grad for p in parameters)
         captured = is_captured(parameters[0])
+        recording = captured and torch.cuda.is_current_stream_capturing()
         # Rehearsals of a capture must launch the capture's kernels; they may keep what frozen weights have.
         is_usable = is_frozen or (self.is_versioned and not captured)
-        is_kept = is_usable and not (captured and torch.cuda.is_current_stream_capturing())
+        is_kept = is_usable and not recording
         keeps = self.policy == "step" or (self.policy == "auto" and is_frozen)
         kept = self._kept
         if kept is not None and is_usable and kept.keeps == keeps and kept.is_current(parameters):
+            if recording and not any(kept is other for other in self._captured):
+                self._captured.append(kept)
             return kept
         found = Copies(parameters, keeps and is_kept)
         if is_kept or not captured:
@@ -68,12 +72,14 @@ class JointWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies that are kept now."""
-        return 0 if self._kept is None else self._kept.nbytes
+        """Bytes of the copies that are kept now, also for CUDA graphs."""
+        others = [copies for copies in self._captured if copies is not self._kept]
+        return sum(copies.nbytes for copies in (self._kept, *others) if copies is not None)
 
     def clear(self) -> None:
-        """Drop the copies."""
+        """Drop the copies. CUDA graphs that were captured before must not be replayed afterwards."""
         self._kept = None
+        self._captured.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make_joint_weight, (self.policy, self.is_versioned)
@@ -103,14 +109,14 @@ class Copies:
             for known, mark, p in zip(self._tensors, self._marks, parameters, strict=True)
         )
 
-    def rows(self, parameters: Sequence[Tensor]) -> Weight:
+    def read_rows(self, parameters: Sequence[Tensor]) -> Weight:
         """The weights as they are, stacked: (N, K)."""
         rows = self._rows or quantize_weight(parameters, self.amax)
         if self._may_keep():
             self._rows = rows
         return rows
 
-    def transposed(self, parameters: Sequence[Tensor]) -> Weight:
+    def read_transposed(self, parameters: Sequence[Tensor]) -> Weight:
         """Their transposition (K, N); or that of some of them, with the same scale."""
         if len(parameters) < len(self._tensors):
             return quantize_transposed(parameters, self.amax)
