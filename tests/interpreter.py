@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from interpreter_operators import OPERATORS, at_once, widened
 from triton.language import core
@@ -18,7 +19,9 @@ from triton.runtime import interpreter
 
 def mend() -> None:
     _round_to_bf16_as_gpus_do()
+    _round_to_e4m3_as_gpus_do()
     _multiply_bf16()
+    _read_nan_in_e4m3()
     _round_once_in_fma()
     _call_functions_cheaply()
     _launch_cheaply()
@@ -48,6 +51,19 @@ def _round_to_bf16_as_gpus_do() -> None:
     interpreter._convert_float = convert_float
 
 
+def _round_to_e4m3_as_gpus_do() -> None:
+    """Triton's interpreter drops bits here too, and wraps beyond 448; hardware rounds and saturates, and keeps NaN."""
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return convert(data, source, target, rounding_mode)
+        x = torch.from_numpy(np.array(data, np.float32)).clamp(-448, 448)
+        return x.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float
+
+
 def _multiply_bf16() -> None:
     """The interpreter stores bf16 bits as integers, and would multiply matrices of these integers."""
     builder = interpreter.InterpreterBuilder
@@ -60,6 +76,19 @@ def _multiply_bf16() -> None:
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
     builder.create_dot = lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+
+
+def _read_nan_in_e4m3() -> None:
+    """The interpreter reads e4m3's two NaN as 480 and −480."""
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        found = convert(data, source, target, rounding_mode)
+        if (source, target) != (tl.float8e4nv, tl.float32):
+            return found
+        return np.where(np.asarray(data) & 0x7F == 0x7F, np.float32(np.nan).view(np.uint32), found)
+
+    interpreter._convert_float = convert_float
 
 
 def _round_once_in_fma() -> None:
