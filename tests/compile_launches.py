@@ -13,6 +13,7 @@ Runs in a separate process: TRITON_INTERPRET, which the other tests set, turns k
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -40,6 +41,10 @@ import tigon
 from tigon import retrieve
 from tigon.kernels import device as device_facts
 from tigon.kernels import dispatch as backend
+from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
+from tigon.ops.fp8.gated_gradient import gated_gradient
+from tigon.ops.fp8.gated_rows import gated_rows
+from tigon.ops.fp8.recipe import E4M3, Norm
 from tigon.ops.linear.lora_mlp import lora_mlp
 from tigon.rank.kernels.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
 from tigon.rank.kernels.relu_gradient import relu_gradient
@@ -53,6 +58,7 @@ from tigon.training.row_adagrad import row_adagrad
 WARP = {"cuda": 32, "hip": 64}
 # Loads from global memory, into registers or, in a pipelined loop, into shared memory; those load 16 bytes a thread.
 LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
+STORE = re.compile(r"st\.global[.\w:]*")
 WIDE_LOAD = re.compile(r"\.v(4\.[bfus]32|2\.[bfus]64|8\.b16)$|, (0x10|16)$")
 # An exponential with its argument, and any fp32 instruction with its result.
 EXPONENTIAL = re.compile(r"ex2\.approx\S*\s+%\w+, (%\w+);")
@@ -170,6 +176,8 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
         return {"spilled": sum(spilled), "binary": len(asm["hsaco"])}
     loads = [bool(WIDE_LOAD.search(load)) for load in LOAD.findall(asm["ptx"])]
     counts: dict[str, Any] = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
+    stores = [bool(WIDE_LOAD.search(store)) for store in STORE.findall(asm["ptx"])]
+    counts |= {"wide_stores": sum(stores), "narrow_stores": len(stores) - sum(stores)}
     counts |= {"exponentials": exponentials(asm["ptx"])}
     return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
 
@@ -310,6 +318,12 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
             ids, allowed = torch.empty(8192, dtype=torch.long), torch.empty(8192, 8192, dtype=torch.bool)
             rules = retrieve.Negatives(ids, allowed=allowed)
             retrieve.in_batch_softmax(query, positive, rules, torch.empty(8192)).backward()
+        if brief not in ONCE_EACH:  # not promised elsewhere: Triton has no e4m3 before sm_89
+            for name, case, shape, dtype, call in fp8_gated_calls():
+                if not brief or worth((dtype, Case("", ()), None), brief):
+                    context |= {"op": name, "case": case, "shape": shape, "frozen": None}
+                    context |= {"dtype": str(dtype).removeprefix("torch.")}
+                    call()
         for dtype, own, rank in DROPPED:
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "lora_linear with dropout", "case": f"rank {rank}, {own}", "shape": (8192, 4096)}
@@ -318,6 +332,28 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
                 layers = [adapted(n, 4096, rank, dtype, own, 0.05) for n in (4096, 1024, 1024)]
                 sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
     return list(launches.values())
+
+
+def fp8_gated_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
+    """Operator, case, shape, dtype and call for the gated unit in FP8 and for the factors of a weight gradient."""
+    M = 8192
+    one, rstd = torch.empty(M, 1), torch.empty(M)
+    yield "fp8_columns", "scales", (M, 1), torch.float32, functools.partial(fold_scales, one, one)
+    # 53248: rows beyond registers.
+    for dtype, N in (*itertools.product((torch.bfloat16,), (2048, 4096, 1552, 14336, 53248)), (torch.float32, 4096)):
+        dy, gate_up = torch.empty(M, N, dtype=dtype), torch.empty(M, 2 * N, dtype=dtype)
+        kept = (torch.empty(M, 2 * N, dtype=E4M3), torch.empty(M, 2)), (gate_up, None)
+        for keep in (True, False):
+            call = functools.partial(gated_rows, gate_up, "silu", keep)
+            yield "fp8_gated_rows", f"keep={keep}", dy.shape, dtype, call
+        for inputs, scale in itertools.product(kept, (one, None)):  # most registers first
+            case = f"of {inputs[0].dtype}, {'frozen weights' if scale is None else 'with the product'}"
+            call = functools.partial(gated_gradient, dy, *inputs, "silu", scale)
+            yield "fp8_gated_gradient", case, dy.shape, dtype, call
+        yield "fp8_columns", "bytes", dy.shape, dtype, functools.partial(transpose_rows, dy.to(E4M3))
+        norms = None, Norm(rstd, None, 0.0, "none"), Norm(rstd, torch.empty(N, dtype=dtype), 1.0, "llama")
+        for norm in norms:
+            yield "fp8_columns", str(norm and norm.cast), dy.shape, dtype, functools.partial(to_columns, dy, one, norm)
 
 
 # Pair losses; batches that form a single part run in kernels.
