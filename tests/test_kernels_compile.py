@@ -191,7 +191,7 @@ def test_parameters_are_moved_16_bytes_at_a_time(target):
 
 @EVERY_PROMISED_TARGET
 def test_fp8_gated_units_and_columns_are_moved_16_bytes_at_a_time(target):
-    """Except scales: of a row, and in a transposition up to four of each kind for each of a word's four tokens."""
+    """Except scales: a row's, for each stage, and in a transposition four of each kind for a word's four tokens."""
     launches = compiled(target)["launches"]
     found = [x for x in launches if x["op"] in ("fp8_gated_rows", "fp8_gated_gradient", "fp8_columns")]
     found = [x for x in found if "fold" not in x["kernel"]]
@@ -200,7 +200,7 @@ def test_fp8_gated_units_and_columns_are_moved_16_bytes_at_a_time(target):
         f"{named(x)}: {x['narrow_loads']} narrow loads, {x['narrow_stores']} narrow stores"
         for x in found
         if not (x["wide_loads"] and x["wide_stores"])
-        or x["narrow_loads"] > (32 if x["op"] == "fp8_columns" else 3)
+        or x["narrow_loads"] > (32 if x["op"] == "fp8_columns" else 9)
         or x["narrow_stores"] > (0 if x["op"] == "fp8_columns" else 3)
     ]
     assert not narrow, "\n".join(narrow)

@@ -163,6 +163,16 @@ def test_weight_gradients_of_tokens_across_12_orders_of_magnitude(backend, devic
     assert not x_columns.float()[:, 0:M:2].any()
 
 
+def test_traced_calls_have_the_same_bits(triton_backend, device):
+    def run(x, into, norm):
+        factor, c = fold_scales(into, into)
+        columns = to_columns(x, factor, norm)
+        return factor, c, columns.view(torch.uint8), transpose_rows(columns).view(torch.uint8)
+
+    inputs = torch.randn(18, 48).to(device, torch.bfloat16), draw_powers(18, device), draw_norm(18, 48, device)
+    assert all(map(torch.equal, torch.compile(run, fullgraph=True, backend="eager")(*inputs), run(*inputs)))
+
+
 def test_fake_tensors_have_the_shapes(device):
     """As torch.compile sees them."""
     x, factor = torch.randn(18, 48).to(device, torch.bfloat16), draw_powers(18, device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tigon import use_backend
+from tigon.kernels import launch_cache, shared_memory
 from tigon.ops.acts import ACTS
 from tigon.ops.fp8 import gated_gradient as gradient_file
 from tigon.ops.fp8 import gated_rows as rows_file
@@ -127,6 +128,7 @@ def test_a_product_beyond_the_scale_saturates(triton_backend, device):
 
 def test_rows_wider_than_registers(triton_backend, device, monkeypatch):
     """Two passes, in blocks of 256 columns."""
+    monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(rows_file, "_tile", lambda *_: rows_file.Tile(256, 1, whole=False))
     monkeypatch.setattr(gradient_file, "_tile", lambda *_: rows_file.Tile(256, 1, whole=False))
     dy, gate_up = draw(10, 700, device)
@@ -141,16 +143,22 @@ def test_rows_wider_than_registers(triton_backend, device, monkeypatch):
         assert equal(found[1], expected[1])
 
 
-def test_the_tile_of_wide_rows_has_two_passes():
-    for tile in (rows_file._tile, gradient_file._tile):
-        assert tile(16384, 2).whole
-        assert not tile(53248, 2).whole
+@pytest.mark.parametrize("itemsize", [4, 6, 12])
+def test_tiles(device, itemsize):
+    """Rows wider than registers have two passes; what is prefetched fits into shared memory."""
+    for n in (1, 1000, 8192, 14336, 53248):
+        tile = rows_file.choose_tile(n, itemsize, True, device)
+        assert tile.whole == (n <= 16384)
+        assert (tile.stages - 1) * tile.block * itemsize < shared_memory(device)
+        assert not tile.whole or n <= tile.block < max(2 * n, 2)
+    assert rows_file.choose_tile(14336, itemsize, True, device).stages > 1
 
 
 @pytest.mark.parametrize("resident", [1, None])
 def test_any_number_of_programs(triton_backend, device, monkeypatch, resident):
     """Fewer programs than rows, or one for each."""
     tile = rows_file.Tile(128, 1, stages=2, resident=resident)
+    monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(rows_file, "_tile", lambda *_: tile)
     monkeypatch.setattr(gradient_file, "_tile", lambda *_: tile)
     monkeypatch.setattr(rows_file, "multiprocessors", lambda device: 3)
@@ -188,6 +196,17 @@ def test_the_same_bits_twice(triton_backend, device):
         gradient, product = gated_gradient(dy, *kept, "silu", rows.scale)
         runs.append([t.view(torch.uint8) for t in (*rows, *kept, *gradient, product)])
     assert all(map(torch.equal, *runs))
+
+
+def test_traced_calls_have_the_same_bits(triton_backend, device):
+    def run(dy, gate_up):
+        rows, kept = gated_rows(gate_up, "silu", True)
+        gradient, product = gated_gradient(dy, *kept, "silu", rows.scale)
+        plain, _ = gated_gradient(dy, gate_up, None, "silu", None)
+        return [t.view(torch.uint8) for t in (*rows, *kept, *gradient, product, *plain)]
+
+    inputs = draw(9, 64, device)
+    assert all(map(torch.equal, torch.compile(run, fullgraph=True, backend="eager")(*inputs), run(*inputs)))
 
 
 def test_fake_tensors_have_the_shapes(device):

@@ -139,8 +139,8 @@ def _fp8_to_columns_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _tile(n: int, itemsize: int) -> tuple[int, int, int]:
-    """Words along the tokens, columns and warps: 128 bytes of a row and of a column."""
+def _tile() -> tuple[int, int, int]:
+    """Words along the tokens, columns and warps: 128 bytes of a row of bytes, and of a column."""
     return 32, 128, 8
 
 
@@ -179,7 +179,7 @@ def _fp8_transpose_rows(data: Tensor) -> Tensor:
     stride = data.stride(0)
 
     def plan() -> Plan:
-        return _plan_tiles(_tile(N, 1), M, N, (stride,))
+        return _plan_tiles(_tile(), M, N, (stride,))
 
     launch(_fp8_transpose_rows_kernel, (M, N, stride), (data.view(torch.uint8), columns), plan)
     return columns.view(data.dtype)
@@ -203,7 +203,7 @@ def _fp8_to_columns(
     weight = None if weight is None else weight.contiguous()
 
     def plan() -> Plan:
-        return _plan_tiles(_tile(N, x.element_size()), M, N, (stride, offset, cast == "llama"))
+        return _plan_tiles(_tile(), M, N, (stride, offset, cast == "llama"))
 
     key = (M, N, stride, x.dtype, rstd is None, None if weight is None else weight.dtype, offset, cast)
     launch(_fp8_to_columns_kernel, key, (x, factor.contiguous(), rstd, weight, columns), plan)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.kernels import Plan, do_not_specialize, jit, launch, launcher, next_power_of_2, tl, use_triton, view_rows
+from tigon.kernels import Plan, do_not_specialize, jit, launch, launcher, tl, use_triton, view_rows
 from tigon.kernels.tiles.fp8 import larger
 from tigon.ops.acts import ACTS
-from tigon.ops.fp8.gated_rows import MAX_TILE, Tile, find_scale, store_e4m3
+from tigon.ops.fp8.gated_rows import Tile, choose_tile, find_scale, store_e4m3
 from tigon.ops.fp8.recipe import E4M3, Rows
 from tigon.ops.fp8.reference import gated_gradient_reference
 
@@ -95,13 +95,8 @@ def _fp8_gated_gradient_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _tile(n: int, itemsize: int) -> Tile:
-    """itemsize: bytes per number of gate and up."""
-    if n > MAX_TILE:
-        return Tile(4096, 8, whole=False)
-    # 16 columns per thread: a 16-byte store of each result.
-    block = next_power_of_2(n)
-    return Tile(block, min(32, max(1, block // 512)))
+def _tile(dy: Tensor, gate_up: Tensor) -> Tile:
+    return choose_tile(dy.shape[1], dy.element_size() + 2 * gate_up.element_size(), True, dy.device)
 
 
 def _fp8_gated_gradient_fake(
@@ -128,7 +123,7 @@ def _fp8_gated_gradient(
     strides = dy.stride(0), gate_up.stride(0)
 
     def plan() -> Plan:
-        return _tile(N, gate_up.element_size()).plan(M, dy.device, N, *strides, ACTS[act].tile)
+        return _tile(dy, gate_up).plan(M, dy.device, N, *strides, ACTS[act].tile)
 
     product = None if product_scale is None else found[2]
     tensors = (dy, gate_up, scale, *found[:2], product, product_scale)

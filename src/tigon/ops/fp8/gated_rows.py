@@ -15,6 +15,7 @@ from tigon.kernels import (
     launcher,
     multiprocessors,
     next_power_of_2,
+    shared_memory,
     tl,
     use_triton,
     view_rows,
@@ -125,12 +126,27 @@ class Tile(NamedTuple):
         return programs, (M, *arguments, self.block, self.whole, stages), {"num_warps": self.warps}
 
 
-def _tile(n: int, keep: bool) -> Tile:
+def choose_tile(n: int, itemsize: int, prefetch: bool, device: torch.device) -> Tile:
+    """The tile for rows of n columns.
+
+    Args:
+        itemsize: bytes of all inputs per column.
+        prefetch: whether a program with 16,384 columns takes so many registers that there is one per SM.
+    """
     if n > MAX_TILE:
         return Tile(4096, 8, whole=False)
-    # 16 columns per thread: a 16-byte store of each result, and two 16-byte loads of gate and of up.
+    # 16 or 32 columns per thread: 16-byte stores of each result, and two 16-byte loads of 16-bit numbers for each.
     block = next_power_of_2(n)
-    return Tile(block, min(16, max(1, block // 512)))
+    warps = min(16, max(1, block // 512))
+    if block < MAX_TILE or not prefetch:
+        return Tile(block, warps)
+    # One stage is in registers; 4096 bytes are for the maxima.
+    stages = min(3, 1 + (shared_memory(device) - 4096) // (block * itemsize))
+    return Tile(block, warps, stages=stages, resident=1)
+
+
+def _tile(gate_up: Tensor, keep: bool) -> Tile:
+    return choose_tile(gate_up.shape[1] // 2, 2 * gate_up.element_size(), keep, gate_up.device)
 
 
 def _fp8_gated_rows_fake(gate_up: Tensor, act: str, keep: bool) -> list[Tensor]:
@@ -153,7 +169,7 @@ def _fp8_gated_rows(gate_up: Tensor, act: str, keep: bool) -> list[Tensor]:
 
     def plan() -> Plan:
         arguments = (width // 2, gate_up.stride(0), ACTS[act].tile)
-        return _tile(width // 2, keep).plan(M, gate_up.device, *arguments)
+        return _tile(gate_up, keep).plan(M, gate_up.device, *arguments)
 
     tensors = (gate_up, *found) if keep else (gate_up, *found, None, None)
     launch(_fp8_gated_rows_kernel, (*gate_up.shape, gate_up.stride(0), gate_up.dtype, act, keep), tensors, plan)
