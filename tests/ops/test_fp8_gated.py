@@ -15,7 +15,7 @@ from tigon.ops.fp8.reference import gated_gradient_reference, gated_rows_referen
 
 # Multiples of 16 and other widths, within and beyond a power of two; tokens around 16.
 WIDTHS = (16, 48, 100, 1000, 2064)
-SHAPES = [(0, 48), (1, 16), (15, 100), (16, 1000), (17, 48), (33, 2064)]
+SHAPES = [(0, 48), (1, 16), (15, 100), (16, 1000), (17, 48), (33, 2064), (2, 16400)]
 
 
 def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
