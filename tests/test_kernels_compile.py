@@ -122,6 +122,17 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
     assert not narrow, "\n".join(narrow)
 
 
+@EVERY_PROMISED_TARGET
+def test_fp8_rows_and_weights_are_read_16_bytes_at_a_time(target):
+    """Except for a weight's largest magnitude, and rows that begin between 16-byte boundaries."""
+    own = "fp8_rows", "fp8_norm_rows", "fp8_weight", "fp8_transposed"
+    found = [x for x in compiled(target)["launches"] if x["op"] in own]
+    assert {x["op"] for x in found} == set(own)
+    aligned = [x for x in found if not (x["case"] == "three beside" and x["shape"][-1] % 64)]
+    narrow = [named(x) for x in aligned if not x["wide_loads"] or x["narrow_loads"] > 1]
+    assert not narrow, "\n".join(narrow)
+
+
 @pytest.mark.xdist_group("compile cuda:90")
 def test_zeros_behind_the_columns_let_rows_be_read_16_bytes_at_a_time():
     """Rows have 3,500 columns and four zeros; mean, 1/std, weight and bias, and the sums for dh, have 3,500."""

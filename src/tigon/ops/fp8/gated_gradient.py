@@ -51,7 +51,7 @@ def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, cols, N, ACT: tl.constexpr):
 #   q, s     rows of dgate and dup side by side, (M, 2N), and one scale for both
 #   p, ps    the product again, (M, N), by the scales of the forward pass; or both None
 #   WHOLE    the row fits BLOCK columns in registers. Other rows are read twice: for the product and the maximum, and
-#            for the rows
+#            backwards for the rows
 #   STAGES   as in `gated_rows`
 @jit
 @do_not_specialize("M")
@@ -86,7 +86,9 @@ def _fp8_gated_gradient_kernel(
             store_e4m3(q_row, dg, scale, cols, N)
             store_e4m3(q_row + N, du, scale, cols, N)
         else:
-            for start in range(0, N, BLOCK):
+            last = (N - 1) // BLOCK * BLOCK
+            for back in range(0, N, BLOCK):  # the blocks read last are the likeliest to be in L2 still
+                start = last - back
                 dg, du, _ = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
                 store_e4m3(q_row, dg, scale, start + cols, N)
                 store_e4m3(q_row + N, du, scale, start + cols, N)

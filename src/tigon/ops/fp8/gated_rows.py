@@ -63,7 +63,8 @@ def _multiply(g_ptr, cols, N, ACT: tl.constexpr):
 #   g        gate and up side by side, (M, 2N), with a row stride
 #   q, s     the product's rows and scales
 #   k, ks    rows of gate and up, (M, 2N), and their scales, (M, 2); or both None
-#   WHOLE    the row fits BLOCK columns in registers. Other rows are read twice: for the maxima, and for the rows
+#   WHOLE    the row fits BLOCK columns in registers. Other rows are read twice: for the maxima, and backwards for the
+#            rows
 #   STAGES   rows prefetched into shared memory: a wide row leaves no registers for a second program per SM, and nothing
 #            else hides load latency
 @jit
@@ -100,7 +101,9 @@ def _fp8_gated_rows_kernel(
                 store_e4m3(k_row, g, scale_g, cols, N)
                 store_e4m3(k_row + N, u, scale_u, cols, N)
         else:
-            for start in range(0, N, BLOCK):
+            last = (N - 1) // BLOCK * BLOCK
+            for back in range(0, N, BLOCK):  # the blocks read last are the likeliest to be in L2 still
+                start = last - back
                 g, u, y = _multiply(g_row, start + cols, N, ACT)
                 store_e4m3(q_row, y, scale, start + cols, N)
                 if k_ptr is not None:
@@ -134,7 +137,7 @@ def choose_tile(n: int, itemsize: int, prefetch: bool, device: torch.device) -> 
         prefetch: whether a program with 16,384 columns takes so many registers that there is one per SM.
     """
     if n > MAX_TILE:
-        return Tile(4096, 8, whole=False)
+        return Tile(16384, 32, whole=False)  # with 1,024 threads an SM holds one row, and L2 more of each row
     # 16 or 32 columns per thread: 16-byte stores of each result, and two 16-byte loads of 16-bit numbers for each.
     block = next_power_of_2(n)
     warps = min(16, max(1, block // 512))
@@ -146,7 +149,10 @@ def choose_tile(n: int, itemsize: int, prefetch: bool, device: torch.device) -> 
 
 
 def _tile(gate_up: Tensor, keep: bool) -> Tile:
-    return choose_tile(gate_up.shape[1] // 2, 2 * gate_up.element_size(), keep, gate_up.device)
+    n = gate_up.shape[1] // 2
+    if keep and n > MAX_TILE:
+        return Tile(8192, 16, whole=False)  # 1,024 threads have too few registers for three maxima
+    return choose_tile(n, 2 * gate_up.element_size(), keep, gate_up.device)
 
 
 def _fp8_gated_rows_fake(gate_up: Tensor, act: str, keep: bool) -> list[Tensor]:
