@@ -12,6 +12,7 @@ from tigon import training as training
 from tigon.fusion.engine.model import PARTS as PARTS
 from tigon.fusion.engine.model import Fusion as Fusion
 from tigon.fusion.engine.model import fuse as fuse
+from tigon.fusion.fp8.options import FP8 as FP8
 from tigon.fusion.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch
 from tigon.kernels import use_backend as use_backend
 from tigon.losses.head.head import Head as Head

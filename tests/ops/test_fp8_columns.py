@@ -6,7 +6,7 @@ import torch
 from tigon import use_backend
 from tigon.ops.fp8 import columns as columns_file
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
-from tigon.ops.fp8.recipe import E4M3, LARGEST, Norm, padded
+from tigon.ops.fp8.recipe import E4M3, LARGEST, Norm, round_up
 from tigon.ops.fp8.reference import (
     compute_scale,
     fold_scales_reference,
@@ -48,7 +48,7 @@ def test_a_transposition_is_exact(backend, device, shape):
     for data in (draw_bytes(M, N, device), room[:, 16 : N + 16]):
         found = transpose_rows(data)
         assert found.dtype == E4M3
-        assert found.shape == (N, padded(M))
+        assert found.shape == (N, round_up(M))
         assert found.is_contiguous()
         found = found.view(torch.uint8)
         assert torch.equal(found[:, :M], data.view(torch.uint8).t())

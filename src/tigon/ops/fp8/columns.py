@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, launcher, tl, use_triton, view_rows
 from tigon.kernels.tiles.fp8 import compute_amax_tile, join_words, larger
-from tigon.ops.fp8.recipe import E4M3, Norm, padded
+from tigon.ops.fp8.recipe import E4M3, Norm, round_up
 from tigon.ops.fp8.reference import fold_scales_reference, to_columns_reference, transpose_rows_reference
 
 
@@ -168,7 +168,7 @@ def _fp8_fold_scales(into: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fp8_transpose_rows_fake(data: Tensor) -> Tensor:
     M, N = data.shape
-    return data.new_empty((N, padded(M)))
+    return data.new_empty((N, round_up(M)))
 
 
 @launcher(_fp8_transpose_rows_fake)
@@ -189,7 +189,7 @@ def _fp8_to_columns_fake(
     x: Tensor, factor: Tensor, rstd: Tensor | None, weight: Tensor | None, offset: float, cast: str
 ) -> Tensor:
     M, N = x.shape
-    return x.new_empty((N, padded(M)), dtype=E4M3)
+    return x.new_empty((N, round_up(M)), dtype=E4M3)
 
 
 @launcher(_fp8_to_columns_fake)
@@ -211,11 +211,11 @@ def _fp8_to_columns(
 
 
 def _empty_words(x: Tensor) -> Tensor:
-    return torch.empty((x.shape[1], padded(x.shape[0]) // 4), dtype=torch.int32, device=x.device)
+    return torch.empty((x.shape[1], round_up(x.shape[0]) // 4), dtype=torch.int32, device=x.device)
 
 
 def _plan_tiles(tile: tuple[int, int, int], M: int, N: int, rest: tuple[float, ...]) -> Plan:
     block_i, block_n, warps = tile
-    units = padded(M) // 16
+    units = round_up(M) // 16
     grid = cdiv(4 * units, block_i) * cdiv(N, block_n)
     return grid, (M, N, units, *rest, block_i, block_n), {"num_warps": warps}

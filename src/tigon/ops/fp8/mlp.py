@@ -34,7 +34,7 @@ from tigon.ops.fp8.multiply import (
 from tigon.ops.fp8.normed import Normed
 from tigon.ops.fp8.products import multiply_columns, multiply_rows
 from tigon.ops.fp8.recipe import Rows
-from tigon.ops.fp8.reference import slope_of
+from tigon.ops.fp8.reference import compute_slope
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.fp8.store import JointWeight
 from tigon.ops.fp8.untraced import run_untraced
@@ -211,7 +211,7 @@ def _differentiate_gated(d: Tensor, gate_up: Tensor, act: str, uses_kernels: boo
         return gradient, d
     gate, up, dy = gate_up[:, :N].float(), gate_up[:, N:].float(), d.float()
     value = ACTS[act].value(gate)
-    return torch.cat([dy * up * slope_of(act, gate), dy * value], 1).to(d.dtype), (value * up).to(d.dtype)
+    return torch.cat([dy * up * compute_slope(act, gate), dy * value], 1).to(d.dtype), (value * up).to(d.dtype)
 
 
 def _sum_rows(rows: Rows) -> Tensor:

@@ -84,7 +84,11 @@ def _fp8_linear_fwd(
     anchor = () if saved_by is not None else anchor_unsaved(ctx, saved, normed, (carrier, *(None,) * 5, *tensors))
     sizes = [len(p) for p in parameters]
     # Parts without a view's history, so that callers may write to them.
-    parts = [y] if count == 1 else torch.unsafe_split_with_sizes(y, sizes, 1)
+    parts = [y] if count == 1 else [*torch.unsafe_split_with_sizes(y, sizes, 1)]
+    if count > 1 and True in needs:
+        # Attention keeps the values as they are, and queries and keys rotated, in new memory: a view of y would keep
+        # the memory of all three.
+        parts[-1] = parts[-1].clone()
     return *(reshape_rows(part, carrier.shape) for part in parts), *anchor
 
 
