@@ -19,6 +19,7 @@ PUBLIC = (
     "tigon.rank",
     "tigon.compress",
     "tigon.data",
+    "tigon.ops.fp8",
     "tigon.rank.models.prompt",
 )
 PACKAGES = {package: find_homes(package) for package in PUBLIC}
