@@ -42,7 +42,8 @@ def measure_noise(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[list[N
     exact = _compute_gradients(model, ids, labels)
     narrow = copy.deepcopy(model).bfloat16()
     plain = _measure(_compute_gradients(narrow, ids, labels), exact, groups)
-    found, left = {}, []
+    found: dict[int, dict[str, float]] = {}
+    left: list[str] = []
     for first in FIRST[: max(len(groups) - 1, 1)]:
         with ignore_sizes(), fuse(narrow, fp8=FP8(first=first)) as fusion:
             found[first] = _measure(_compute_gradients(narrow, ids, labels), exact, groups)
@@ -112,4 +113,4 @@ def print_noise(rows: list[Noise], left: list[str], title: str, as_json: bool) -
         table.add_row(row.layer.removeprefix("model."), *(f"{v:.4f}" for v in (row.bf16, *row.fp8.values())))
     show(table)
     for sentence in left:
-        show(f"stays in bf16: {sentence}")
+        print(f"stays in bf16: {sentence}")

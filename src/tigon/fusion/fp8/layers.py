@@ -66,7 +66,7 @@ class NormedRows(Deferred):
         if self.tensor is None:
             state = self.patch.fp8
             state.is_read = state.is_used  # rows that nothing multiplies by are not made again
-            norm = functools.partial(rms_norm, **self.form.options)
+            norm: Any = functools.partial(rms_norm, **self.form.options)
             self.tensor = norm(self.normed.total, self.normed.norm.weight)
             self.patch.ledger.recompute.note(self.tensor, norm, self.normed.total, self.normed.norm.weight)
         return self.tensor
@@ -132,7 +132,9 @@ class FP8Unit:
 # ------------------------------------------------------------------------------------------------------------- calls
 
 
-def norm_in_rows(norm: Any, patch: Patch, x: Tensor, residual: Tensor | None, is_forked: bool) -> Any:
+def norm_in_rows(
+    norm: Any, patch: Patch, x: Tensor, residual: Tensor | None, is_forked: bool
+) -> tuple[Tensor | None, NormedRows] | None:
     """(the residual stream, NormedRows) for a norm in front of FP8 layers; None where the norm runs in bf16."""
     state: FP8Norm | None = patch.fp8
     if state is None or not state.is_read or why_not_here(x) or not patch.is_entire_call(norm):
@@ -153,7 +155,8 @@ def multiply_in_fp8(group: FP8Group, modules: Sequence[Any], x: Any, ledger: Led
     if source is None:
         return None
     group.store.is_versioned = _has_versions(ledger)
-    return multiply(source, group.store, *operands, group.products, ledger.recompute.checkpoint_hooks())
+    weights, biases = operands
+    return multiply(source, group.store, weights, biases, group.products, ledger.recompute.checkpoint_hooks())
 
 
 def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledger) -> Tensor | None:

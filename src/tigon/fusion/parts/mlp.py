@@ -82,7 +82,7 @@ def _fp8_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
         return run_unit_in_fp8(patch.fp8, layers, x, patch.ledger)
 
     if recompute.mlp and torch.is_grad_enabled() and recompute.is_running():
-        y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+        y: Tensor | None = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     else:
         y = run(x)
     if y is None:
