@@ -30,6 +30,8 @@ class ChunkOptions:
             dtype.
         keep_bytes: for `tigon.linear_logprob`: logits bytes kept from the forward to the backward pass, beyond the last
             chunk. Kept logits are not recomputed; keeping all saves a fourth of the products.
+        fp8: for `tigon.linear_cross_entropy`: all three products in FP8, about twice as fast on an H100. Needs bf16, H
+            divisible by 16, and all classes on each device. Gradients have a relative error near 0.03.
     Raises: ValueError for values that do not fit.
     """
 
@@ -38,6 +40,7 @@ class ChunkOptions:
     accumulate: Literal["fp32", "weight"] = "fp32"
     logits_dtype: torch.dtype | None = None
     keep_bytes: int = 0
+    fp8: bool = False
 
     # Checked here, so that the traceback points at the line that wrote the value, not at a later loss call.
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tigon.kernels import cdiv
 from tigon.losses.head.head import Projection, logit_bytes, select_rows
 from tigon.losses.head.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.linear import weight_gradient
@@ -180,7 +181,9 @@ class Chunks:
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
         self.visited = visited
         self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
-        self.count = -(-visited // self.size) if visited else 0
+        if self.head.chunks_per_sum > 1:
+            self.size = min(self.size, cdiv(self.size, 128 * self.head.chunks_per_sum) * 128)
+        self.count = cdiv(visited, self.size) if visited else 0
 
     def subset(self, rows: Tensor | slice, most: int) -> Chunks:
         """The walk over some rows, in batch order, in chunks with about `most` rows at most."""
@@ -202,7 +205,7 @@ class Chunks:
     def __iter__(self) -> Iterator[Chunk]:
         room = self.room
         if room is None:
-            room = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
+            room = self.head.empty_logits(self.size, self.dtype)
         return self.iterate_forward(room)
 
     def iterate_forward(self, room: Tensor) -> Iterator[Chunk]:
@@ -373,12 +376,18 @@ class Gradients:
         """Add a chunk whose logits now hold dlogits. `more` = (a, b, alpha) adds alpha · a b to dx."""
         if self.dx is not None:
             # Before dW: the sum of dx over the devices travels while dW's product is computed.
-            self._input.add(self.dx, chunk.at, chunk.logits, more)
+            self._add_dx(self.dx, chunk, more)
         if self.dw is not None:
-            weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
+            self._add_dw(self.dw, chunk)
         if self.db is not None:
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)
         self._first = False
+
+    def _add_dx(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None) -> None:
+        self._input.add(dx, chunk.at, chunk.logits, more)
+
+    def _add_dw(self, dw: Sequence[Tensor], chunk: Chunk) -> None:
+        weight_gradient.accumulate(dw, chunk.logits, chunk.x, self._first)
 
     def finish(self) -> None:
         """Write the pending dx sum, and zero dW if no chunk came. Call this at the end of the walk."""

@@ -1,0 +1,149 @@
+"""A head's three products in FP8, for the walk over chunks. `tigon.ops.fp8.recipe` explains the scales.
+
+    logits   rows of x in e4m3, by W           → bf16, in the chunk's buffer
+    dlogits  the loss's pass over the buffer   → rows in e4m3, whose largest numbers are kept
+    dx       these rows, by Wᵀ                 → bf16
+    dW       these rows transposed, by x with the rows' scales folded in, in e4m3
+
+A row's largest gradient is the target's, p − 1, times a factor that all rows share, such as 1 / tokens. For most tokens
+p is small, and a power of two as scale would round all these numbers alike, by up to 6 %. Hence the scale amax / 256.
+
+A gradient in e4m3 takes half the memory of its logits. Chunks are therefore half as large as in bf16, and the gradients
+of two chunks are held until dW's product: the memory is that of bf16, and dW is summed as often. W and Wᵀ in e4m3 come
+on top, for the length of the walk.
+
+The products need numbers of classes divisible by 16: classes with zero weights follow the head's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients
+from tigon.losses.head.head import Projection
+from tigon.losses.head.vocabulary_parallel import Shards
+from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
+from tigon.ops.fp8.products import multiply_columns, multiply_rows, why_unsupported
+from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Rows, Weight, padded
+from tigon.ops.fp8.rows import quantize_rows
+from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
+from tigon.ops.linear.padded_product import empty_logits
+
+# Bytes of transposed gradients, or of an fp32 share of dW, at a time.
+BLOCK_BYTES = 2**26
+
+
+def check_fp8(name: str, weight: Tensor, compute: torch.dtype, shards: Shards | None) -> None:
+    """Raise a ValueError where a head cannot multiply in FP8."""
+    if shards is not None:
+        raise ValueError(f"{name}: fp8 goes with all classes on each device, got {shards.describe()}.")
+    if compute != torch.bfloat16:
+        raise ValueError(f"{name}: fp8 goes with x in bf16, or under autocast to bf16, got {compute}.")
+    if weight.shape[1] % ALIGNMENT or not weight.numel():
+        raise ValueError(f"{name}: fp8 goes with a width H divisible by {ALIGNMENT}, got weight {tuple(weight.shape)}.")
+    if reason := why_unsupported(weight.device):
+        raise ValueError(f"{name}: fp8 goes with a device that multiplies e4m3, got {weight.device}: {reason}")
+
+
+@dataclass(kw_only=True)
+class Fp8Projection(Projection):
+    """A head in e4m3. rows: the weight (V padded to 16, H). columns: the transposed weight, for dx, or None.
+
+    The weight itself may have any dtype. bias: bf16, padded as rows.
+    """
+
+    rows: Weight
+    columns: Weight | None
+    chunks_per_sum: ClassVar[int] = 2
+
+    @classmethod
+    def quantize(cls, x: Tensor, weight: Tensor, bias: Tensor | None, need_dx: bool) -> Fp8Projection:
+        V, H = weight.shape
+        zeros = padded(V) - V
+        bias = None if bias is None else F.pad(bias.bfloat16(), (0, zeros))
+        parts = [weight.contiguous(), *([weight.new_zeros(zeros, H)] if zeros else [])]
+        amax = measure_weights(parts[:1])
+        columns = quantize_transposed(parts, amax) if need_dx else None
+        return cls(x.bfloat16(), weight, bias, rows=quantize_weight(parts, amax), columns=columns)
+
+    @property
+    def classes(self) -> int:
+        """V, padded."""
+        return self.rows.data.shape[0]
+
+    def empty_logits(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return empty_logits(rows, self.classes, self.x, dtype)[:, : self.weight.shape[0]]
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """The rows in a buffer of `empty_logits`, with the padding."""
+        return logits.as_strided((logits.shape[0], self.classes), (self.classes, 1))
+
+    def logits(self, x: Tensor, out: Tensor) -> Tensor:
+        multiply_rows(quantize_rows(x), self.rows, self.bias, out=self.widen(out))
+        return out
+
+
+class Fp8Gradients(Gradients):
+    """`Gradients` in FP8, for a walk over an `Fp8Projection`. dW is added once for as many chunks as `rows` holds."""
+
+    def __init__(
+        self, walk: Chunks, dx: Tensor | None, dw: Sequence[Tensor] | None, db: Tensor | None, add: bool = False
+    ) -> None:
+        super().__init__(walk, dx, dw, db, add)
+        assert isinstance(walk.head, Fp8Projection)
+        self._walk, self._head, self._overwrites = walk, walk.head, not add
+        held = min(walk.visited, walk.head.chunks_per_sum * walk.size)
+        held = held if dw is not None else walk.size if dx is not None else 0
+        x = walk.head.x
+        # dlogits of walk rows from `_start` on.
+        self._rows = Rows(x.new_empty(held, walk.head.classes, dtype=E4M3), x.new_empty(held, 1, dtype=torch.float32))
+        self._start = 0
+
+    def add(self, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
+        if self._rows.data.shape[0]:
+            dlogits = self._head.widen(chunk.logits)
+            # A NaN in x reaches the padding, but a row that does not count has no gradient.
+            dlogits[:, chunk.logits.shape[1] :].zero_()
+            self._start = chunk.start if self.dw is None else self._start
+            quantize_rows(dlogits, keeps_largest=True, out=self._select(chunk.start, chunk.stop))
+        super().add(chunk, more)
+
+    def _select(self, start: int, stop: int) -> Rows:
+        rows = slice(start - self._start, stop - self._start)
+        return Rows(self._rows.data[rows], self._rows.scale[rows])
+
+    def _add_dx(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None) -> None:
+        assert self._head.columns is not None
+        rows = self._select(chunk.start, chunk.stop)
+        if isinstance(chunk.at, slice):
+            multiply_rows(rows, self._head.columns, out=dx[chunk.at])
+        else:
+            dx.index_copy_(0, chunk.at, multiply_rows(rows, self._head.columns))
+
+    def _add_dw(self, dw: Sequence[Tensor], chunk: Chunk) -> None:
+        walk, held = self._walk, chunk.stop - self._start
+        if chunk.stop < walk.visited and held + walk.size <= self._rows.data.shape[0]:
+            return  # the next chunk has room
+        rows = self._select(self._start, chunk.stop)
+        (x,) = walk.select(self._start, chunk.stop, self._head.x)
+        factor, c = fold_scales(rows.scale, quantize_rows(x).scale)
+        columns = to_columns(x, factor)
+        first, begin = self._overwrites and self._start == 0, 0
+        for total in dw:
+            # Blocks of classes, so that neither the transposed gradient nor dW exists a second time.
+            step = max(128, BLOCK_BYTES // max(held, 4 * x.shape[1]) // 128 * 128)
+            for at in range(0, total.shape[0], step):
+                out = total[at : at + step]
+                gradient = transpose_rows(rows.data[:, begin + at : begin + at + out.shape[0]])
+                if first:
+                    multiply_columns(gradient, columns, c, out.dtype, out=out)
+                else:
+                    out += multiply_columns(gradient, columns, c, out.dtype)
+            begin += total.shape[0]
+        self._start = chunk.stop
