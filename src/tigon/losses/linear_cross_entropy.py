@@ -74,6 +74,9 @@ def linear_cross_entropy(
     the gradients: three matrix products in all, even if you never call backward; evaluate under `no_grad`. "none"
     recomputes the logits in the backward pass, since every row has its own upstream gradient.
 
+    `chunks=tigon.losses.ChunkOptions(fp8=True)` computes the products in FP8, on GPUs that multiply e4m3, and elsewhere
+    the same numbers slowly. Losses are then off by about 0.001, so use this option to train, and not to compare models.
+
     Replaces::
 
         loss = F.cross_entropy(F.linear(x, weight, bias).float(), target)

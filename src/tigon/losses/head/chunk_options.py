@@ -1,4 +1,4 @@
-"""How a head loss walks over tokens: options that change the cost, and not the result."""
+"""How a head loss walks over tokens: options that change the cost, and the result by rounding alone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class ChunkOptions:
             dtype.
         keep_bytes: for `tigon.linear_logprob`: logits bytes kept from the forward to the backward pass, beyond the last
             chunk. Kept logits are not recomputed; keeping all saves a fourth of the products.
-        fp8: for `tigon.linear_cross_entropy`: all three products in FP8, about twice as fast on an H100. Needs bf16, H
-            divisible by 16, and all classes on each device. Gradients have a relative error near 0.03.
+        fp8: for `tigon.linear_cross_entropy`: all three products in FP8, for products in bf16, H divisible by 16, and
+            all classes on each device. The weight is rounded to e4m3 on every call, twice if x gets a gradient: 2 bytes
+            per weight on top, until the call ends. Gradients have a relative error of 0.005 to 0.025.
     Raises: ValueError for values that do not fit.
     """
 

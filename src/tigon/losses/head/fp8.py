@@ -1,12 +1,13 @@
 """A head's three products in FP8, for the walk over chunks. `tigon.ops.fp8.recipe` explains the scales.
 
     logits   rows of x in e4m3, by W           → bf16, in the chunk's buffer
-    dlogits  the loss's pass over the buffer   → rows in e4m3, whose largest numbers are kept
-    dx       these rows, by Wᵀ                 → bf16
-    dW       these rows transposed, by x with the rows' scales folded in, in e4m3
+    dlogits  the loss's pass over the buffer   → rows in e4m3, without the targets' numbers
+    dx       these rows, by Wᵀ                 → bf16, and a row of W for each target
+    dW       these rows transposed, by x with the rows' scales folded in, in e4m3, and a row of x for each target
 
-A row's largest gradient is the target's, p − 1, times a factor that all rows share, such as 1 / tokens. For most tokens
-p is small, and a power of two as scale would round all these numbers alike, by up to 6 %. Hence the scale amax / 256.
+A row's largest gradient is the target's, p − 1 times a factor. Where p is small and all factors are equal, e4m3 would
+round these numbers alike, by up to 6 %; they would also set the scale, below which most of 128,000 classes vanish. So
+the target's number stays in bf16: it multiplies a row of W and a row of x, which costs no product.
 
 A gradient in e4m3 takes half the memory of its logits. Chunks are therefore half as large as in bf16, and the gradients
 of two chunks are held until dW's product: the memory is that of bf16, and dW is summed as often. W and Wᵀ in e4m3 come
@@ -25,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels import use_triton
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients
 from tigon.losses.head.head import Projection
 from tigon.losses.head.vocabulary_parallel import Shards
+from tigon.ops.embedding import sorted_ids, sums_of_runs
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
 from tigon.ops.fp8.products import multiply_columns, multiply_rows, why_unsupported
 from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Rows, Weight, padded
@@ -101,37 +104,49 @@ class Fp8Gradients(Gradients):
         held = min(walk.visited, walk.head.chunks_per_sum * walk.size)
         held = held if dw is not None else walk.size if dx is not None else 0
         x = walk.head.x
-        # dlogits of walk rows from `_start` on.
+        # dlogits of walk rows from `_start` on, and the targets' numbers.
+        self._targets = x.new_empty(held, 1)
         self._rows = Rows(x.new_empty(held, walk.head.classes, dtype=E4M3), x.new_empty(held, 1, dtype=torch.float32))
         self._start = 0
 
     def add(self, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
         if self._rows.data.shape[0]:
-            dlogits = self._head.widen(chunk.logits)
-            # A NaN in x reaches the padding, but a row that does not count has no gradient.
-            dlogits[:, chunk.logits.shape[1] :].zero_()
             self._start = chunk.start if self.dw is None else self._start
-            quantize_rows(dlogits, keeps_largest=True, out=self._select(chunk.start, chunk.stop))
+            rows, targets = self._select(chunk.start, chunk.stop)
+            logits, ids = chunk.logits, self._find_ids(chunk.target)[:, None]
+            torch.gather(logits, 1, ids, out=targets)
+            logits.scatter_(1, ids, 0.0)
+            # A NaN in x reaches the padding, but a row that does not count has no gradient.
+            wide = self._head.widen(logits)
+            wide[:, logits.shape[1] :].zero_()
+            quantize_rows(wide, out=rows)
+            if self.db is not None:
+                logits.scatter_(1, ids, targets)
         super().add(chunk, more)
 
-    def _select(self, start: int, stop: int) -> Rows:
+    def _select(self, start: int, stop: int) -> tuple[Rows, Tensor]:
         rows = slice(start - self._start, stop - self._start)
-        return Rows(self._rows.data[rows], self._rows.scale[rows])
+        return Rows(self._rows.data[rows], self._rows.scale[rows]), self._targets[rows]
+
+    def _find_ids(self, target: Tensor) -> Tensor:
+        """The targets, and any class for those that do not count, whose rows are zero."""
+        return target.long().clamp(0, self._head.weight.shape[0] - 1)
 
     def _add_dx(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None) -> None:
-        assert self._head.columns is not None
-        rows = self._select(chunk.start, chunk.stop)
-        if isinstance(chunk.at, slice):
-            multiply_rows(rows, self._head.columns, out=dx[chunk.at])
-        else:
-            dx.index_copy_(0, chunk.at, multiply_rows(rows, self._head.columns))
+        head, (rows, targets) = self._head, self._select(chunk.start, chunk.stop)
+        assert head.columns is not None
+        own = dx[chunk.at] if isinstance(chunk.at, slice) else dx.new_empty(chunk.x.shape)
+        multiply_rows(rows, head.columns, out=own)
+        own.addcmul_(targets, head.weight.index_select(0, self._find_ids(chunk.target)).to(dx.dtype))
+        if isinstance(chunk.at, Tensor):
+            dx.index_copy_(0, chunk.at, own)
 
     def _add_dw(self, dw: Sequence[Tensor], chunk: Chunk) -> None:
         walk, held = self._walk, chunk.stop - self._start
         if chunk.stop < walk.visited and held + walk.size <= self._rows.data.shape[0]:
             return  # the next chunk has room
-        rows = self._select(self._start, chunk.stop)
-        (x,) = walk.select(self._start, chunk.stop, self._head.x)
+        rows, targets = self._select(self._start, chunk.stop)
+        x, target = walk.select(self._start, chunk.stop, self._head.x, walk.target)
         factor, c = fold_scales(rows.scale, quantize_rows(x).scale)
         columns = to_columns(x, factor)
         first, begin = self._overwrites and self._start == 0, 0
@@ -146,4 +161,29 @@ class Fp8Gradients(Gradients):
                 else:
                     out += multiply_columns(gradient, columns, c, out.dtype)
             begin += total.shape[0]
+        add_by_id(dw, x, targets.view(-1), self._find_ids(target))
         self._start = chunk.stop
+
+
+def add_by_id(sums: Sequence[Tensor], x: Tensor, factor: Tensor, ids: Tensor) -> None:
+    """Add factor · x (M, H) to row ids[m] of `sums`, which hold consecutive rows. Equal ids are summed first, in fp32.
+
+    The same bits on every run.
+    """
+    keys, order = sorted_ids(ids, sum(map(len, sums)), -1) if use_triton(x) else torch.sort(ids, stable=True)
+    # Places count distinct ids from 0 on. The host does not know how many there are: beyond them are sums of nothing.
+    place = torch.zeros_like(keys)
+    torch.cumsum(keys[1:] != keys[:-1], 0, dtype=keys.dtype, out=place[1:])
+    found = torch.arange(len(ids), device=ids.device).scatter_(0, place.long(), keys.long())
+    for total in sums:
+        share = x.new_empty(x.shape, dtype=total.dtype)
+        if use_triton(x):
+            sums_of_runs(x, place, order, share, scale=factor)
+        else:
+            products = (x.float() * factor.float()[:, None]).index_select(0, order)
+            share.copy_(torch.zeros_like(products).index_add_(0, place, products))
+        if len(sums) > 1:
+            share.masked_fill_(((found < 0) | (found >= len(total)))[:, None], 0.0)
+        # Places beyond the last id, and ids of another part, add zeros to any row.
+        total.index_add_(0, found.remainder(len(total)), share)
+        found = found - len(total)

@@ -25,10 +25,9 @@ def round_to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(E4M3)
 
 
-def quantize_rows_reference(x: Tensor, *beside: Tensor, keeps_largest: bool = False) -> Rows:
+def quantize_rows_reference(x: Tensor, *beside: Tensor) -> Rows:
     rows = torch.cat([x, *beside], 1).float() if beside else x.float()
-    amax = rows.abs().amax(1, keepdim=True) if rows.shape[1] else rows.new_full((len(rows), 1), LARGEST)
-    scale = (amax * 2.0**-8).clamp(min=LEAST_SCALE) if keeps_largest else compute_scale(amax)
+    scale = compute_scale(rows.abs().amax(1, keepdim=True)) if rows.shape[1] else rows.new_ones(len(rows), 1)
     return Rows(round_to_e4m3(rows, scale), scale)
 
 

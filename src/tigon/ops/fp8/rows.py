@@ -8,11 +8,10 @@ from tigon.ops.fp8.recipe import Rows
 from tigon.ops.fp8.reference import quantize_rows_reference
 
 
-def quantize_rows(x: Tensor, *beside: Tensor, keeps_largest: bool = False, out: Rows | None = None) -> Rows:
+def quantize_rows(x: Tensor, *beside: Tensor, out: Rows | None = None) -> Rows:
     """Rows of x (M, N), or of x and the tensors beside it side by side, in e4m3 with one scale a row.
 
-    keeps_largest: the scale is amax / 256, so that a row's largest number is not rounded, and no power of two.
     out: contiguous rows to write into.
     """
-    rows = quantize_rows_reference(x, *beside, keeps_largest=keeps_largest)
+    rows = quantize_rows_reference(x, *beside)
     return rows if out is None else Rows(out.data.copy_(rows.data), out.scale.copy_(rows.scale))
