@@ -13,6 +13,7 @@ Runs in a separate process: TRITON_INTERPRET, which the other tests set, turns k
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -40,6 +41,9 @@ import tigon
 from tigon import retrieve
 from tigon.kernels import device as device_facts
 from tigon.kernels import dispatch as backend
+from tigon.ops.fp8.norm_rows import norm_rows
+from tigon.ops.fp8.rows import quantize_rows
+from tigon.ops.fp8.weight import quantize_transposed, quantize_weight
 from tigon.ops.linear.lora_mlp import lora_mlp
 from tigon.rank.kernels.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
 from tigon.rank.kernels.relu_gradient import relu_gradient
@@ -317,6 +321,13 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
                 x = torch.empty(8192, 4096, dtype=dtype, requires_grad=True)
                 layers = [adapted(n, 4096, rank, dtype, own, 0.05) for n in (4096, 1024, 1024)]
                 sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
+        # Not promised elsewhere: the products need Hopper, and Triton has no e4m3 before sm_89.
+        if target.backend == "cuda" and target.arch >= 90:
+            for name, why, shape, dtype, call in fp8_calls():
+                if not brief or worth((dtype, Case("", ()), None), brief):
+                    context |= {"op": name, "case": why, "shape": shape, "frozen": None}
+                    context |= {"dtype": str(dtype).removeprefix("torch.")}
+                    call()
     return list(launches.values())
 
 
@@ -485,11 +496,30 @@ def adapted(
     return tigon.LoRA(torch.empty(wide, deep, dtype=dtype), a, b, 2.0, None, dropout)
 
 
+def fp8_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
+    """Operator, case, shape, dtype and call for each FP8 kernel."""
+    for dtype, N in (*itertools.product((torch.bfloat16,), (2048, 4096, 1552, 14336, 28672)), (torch.float32, 4096)):
+        x, weight = torch.empty(8192, N, dtype=dtype), torch.empty(N, dtype=dtype)
+        beside = [torch.empty(8192, N + 64, dtype=dtype)[:, : N // n] for n in (2, 4, 4)]
+        yield "fp8_rows", "", x.shape, dtype, functools.partial(quantize_rows, x)
+        yield "fp8_rows", "three beside", x.shape, dtype, functools.partial(quantize_rows, *beside)
+        for residual in (None, x):
+            why = "" if residual is None else "with a residual"
+            call = functools.partial(norm_rows, x, residual, weight, 1e-5, 0.0, "llama")
+            yield "fp8_norm_rows", why, x.shape, dtype, call
+        amax, parts = torch.empty(()), [torch.empty(4096, N, dtype=dtype), torch.empty(1024, N, dtype=dtype)]
+        yield "fp8_weight", "", (5120, N), dtype, functools.partial(quantize_weight, parts, amax)
+        yield "fp8_transposed", "", (5120, N), dtype, functools.partial(quantize_transposed, parts, amax)
+
+
 def kernels() -> list[str]:
     """Every kernel in the package that is launched from Python, not called from another kernel."""
     found: dict[str, JITFunction] = {}
     for module in pkgutil.walk_packages(tigon.__path__, "tigon."):
-        if module.name.split(".")[1] in ("ops", "losses", "training", "rank", "retrieve") and ".cli" not in module.name:
+        if module.name.split(".")[1] in ("ops", "losses", "training", "rank", "retrieve") and not {
+            "cli",
+            "server",
+        } & set(module.name.split(".")):
             members = vars(importlib.import_module(module.name)).values()
             found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
     called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from interpreter_operators import OPERATORS, at_once, widened
 from triton.language import core
@@ -18,6 +19,7 @@ from triton.runtime import interpreter
 
 def mend() -> None:
     _round_to_bf16_as_gpus_do()
+    _round_to_e4m3_as_gpus_do()
     _multiply_bf16()
     _round_once_in_fma()
     _call_functions_cheaply()
@@ -44,6 +46,19 @@ def _round_to_bf16_as_gpus_do() -> None:
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         rounded[np.isnan(data)] = 0x7FC0
         return rounded
+
+    interpreter._convert_float = convert_float
+
+
+def _round_to_e4m3_as_gpus_do() -> None:
+    """Triton's interpreter drops bits here too, and wraps beyond 448; hardware rounds and saturates, and keeps NaN."""
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return convert(data, source, target, rounding_mode)
+        x = torch.from_numpy(np.array(data, np.float32)).clamp(-448, 448)
+        return x.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     interpreter._convert_float = convert_float
 

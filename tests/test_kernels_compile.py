@@ -75,6 +75,8 @@ OF_FROZEN = {"tigon.ops.prefix_attention.queries._delta_kernel"}
 def test_every_kernel_is_launched(target):
     found = compiled(target)
     elsewhere = ON_NVIDIA if target.startswith("hip") else set()
+    if target not in PROMISED:  # Triton has no e4m3 there
+        elsewhere = elsewhere | {kernel for kernel in found["kernels"] if kernel.startswith("tigon.ops.fp8.")}
     if BRIEF and target != "cuda:90":
         elsewhere = elsewhere | OF_FROZEN
     assert {launch["kernel"] for launch in found["launches"]} == set(found["kernels"]) - elsewhere
@@ -117,6 +119,17 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
         and not ("sum_rows" in launch["kernel"] and launch["case"] == "alpha alone")
         and not (launch["wide_loads"] > 0 and launch["narrow_loads"] <= 6)
     ]
+    assert not narrow, "\n".join(narrow)
+
+
+@EVERY_PROMISED_TARGET
+def test_fp8_rows_and_weights_are_read_16_bytes_at_a_time(target):
+    """Except for a weight's largest magnitude, and rows that begin between 16-byte boundaries."""
+    own = "fp8_rows", "fp8_norm_rows", "fp8_weight", "fp8_transposed"
+    found = [x for x in compiled(target)["launches"] if x["op"] in own]
+    assert {x["op"] for x in found} == set(own)
+    aligned = [x for x in found if not (x["case"] == "three beside" and x["shape"][-1] % 64)]
+    narrow = [named(x) for x in aligned if not x["wide_loads"] or x["narrow_loads"] > 1]
     assert not narrow, "\n".join(narrow)
 
 

@@ -34,7 +34,8 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+# eq=False: Dynamo before torch 2.13 hashes the object while it has no attributes yet.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HeadCrossEntropy:
     """The cross entropy of a head's logits, with Liger's options.
 

@@ -13,6 +13,7 @@ parts       rows shared by several programs: which part a program owns
 pairs       rotary pairs: load, rotate, store
 ids         row ids as sort keys
 reduce      two tile sums in one exchange between warps
+fp8         e4m3 numbers: the largest magnitude, a scale, four tiles joined into words
 
 Read a kernel together with the functions it calls: they are inlined, so a function here costs a kernel nothing.
 

@@ -50,7 +50,7 @@ def check_fp8(name: str, weight: Tensor, compute: torch.dtype, shards: Shards | 
         raise ValueError(f"{name}: fp8 goes with x in bf16, or under autocast to bf16, got {compute}.")
     if weight.shape[1] % ALIGNMENT or not weight.numel():
         raise ValueError(f"{name}: fp8 goes with a width H divisible by {ALIGNMENT}, got weight {tuple(weight.shape)}.")
-    if reason := why_unsupported(weight.device):
+    if weight.is_cuda and (reason := why_unsupported(weight.device)):
         raise ValueError(f"{name}: fp8 goes with a device that multiplies e4m3, got {weight.device}: {reason}")
 
 
@@ -67,11 +67,13 @@ class Fp8Projection(Projection):
 
     @classmethod
     def quantize(cls, x: Tensor, weight: Tensor, bias: Tensor | None, need_dx: bool) -> Fp8Projection:
-        V, H = weight.shape
-        zeros = padded(V) - V
+        zeros = padded(weight.shape[0]) - weight.shape[0]
         bias = None if bias is None else F.pad(bias.bfloat16(), (0, zeros))
-        parts = [weight.contiguous(), *([weight.new_zeros(zeros, H)] if zeros else [])]
-        amax = measure_weights(parts[:1])
+        weight, amax = weight.contiguous(), measure_weights([weight])
+        parts = [weight]
+        if zeros:  # the last classes are padded apart: a copy of the weight would be large
+            whole = weight.shape[0] // ALIGNMENT * ALIGNMENT
+            parts = [weight[:whole], F.pad(weight[whole:], (0, 0, 0, zeros))]
         columns = quantize_transposed(parts, amax) if need_dx else None
         return cls(x.bfloat16(), weight, bias, rows=quantize_weight(parts, amax), columns=columns)
 

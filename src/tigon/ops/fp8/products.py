@@ -25,6 +25,6 @@ def multiply_columns(
     return y if out is None else out.copy_(y)
 
 
-def why_unsupported(device: torch.device) -> str | None:
-    """Why a device cannot multiply in FP8, or None if the device can."""
-    return None
+def why_unsupported(device: torch.device) -> str:
+    """The reason, as a sentence, why FP8 products do not run in FP8 on a device; "" if they do."""
+    return ""

@@ -1,4 +1,4 @@
-"""Weights in e4m3 with one scale, as they are and transposed."""
+"""Weights in e4m3 with one scale, as they are and transposed: 2 bytes read, 1 written."""
 
 from __future__ import annotations
 
@@ -7,21 +7,141 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.ops.fp8.recipe import Weight
+from tigon.kernels import Plan, cdiv, jit, launch, launcher, tl, use_triton
+from tigon.kernels.tiles.fp8 import compute_scale_tile, join_words
+from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Weight
 from tigon.ops.fp8.reference import quantize_weight_reference
 
 
 def measure_weights(parts: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude in several weights, 0-d fp32."""
-    return torch.stack([part.detach().abs().amax().float() for part in parts]).amax()
+    """The largest magnitude in several weights, 0-d fp32; weights without elements count as 0. Reads each once."""
+    weights = [part.detach() for part in parts if part.numel()]
+    if not weights:
+        return parts[0].new_zeros((), dtype=torch.float32)
+    return torch.stack(torch._foreach_norm(weights, torch.inf)).amax().float()
 
 
 def quantize_weight(parts: Sequence[Tensor], amax: Tensor) -> Weight:
-    """Weights (Nᵢ, K) stacked to (N, K)."""
-    return quantize_weight_reference(parts, amax)
+    """Weights (Nᵢ, K) in bf16, fp16 or fp32, stacked to (N, K) in e4m3.
+
+    amax: 0-d fp32, at least the largest magnitude in the weights; larger numbers saturate.
+    """
+    if not use_triton(amax, *parts):
+        return quantize_weight_reference(parts, amax)
+    return Weight(*_fp8_weight(amax, list(parts)))
 
 
 def quantize_transposed(parts: Sequence[Tensor], amax: Tensor) -> Weight:
     """The transposition (K, N) of `quantize_weight`, the same bytes."""
-    weight = quantize_weight_reference(parts, amax)
+    if use_triton(amax, *parts) and all(len(part) % ALIGNMENT == 0 for part in parts):
+        return Weight(*_fp8_transposed(amax, list(parts)))
+    # No product takes such a weight.
+    weight = quantize_weight(parts, amax)
     return Weight(weight.data.t().contiguous(), weight.scale[:1].expand(weight.data.shape[1]).contiguous())
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+# A program: BLOCK numbers of a weight (N, K) → e4m3, `size` numbers in all. The first programs write the N scales.
+@jit
+def _quantize_weight_kernel(amax_ptr, w_ptr, q_ptr, s_ptr, size, N, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    s = compute_scale_tile(tl.load(amax_ptr).to(tl.float32))
+    w = tl.load(w_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(q_ptr + at, (w * (1.0 / s)).to(tl.float8e4nv), mask=at < size)
+    if start < N:
+        tl.store(s_ptr + at, s, mask=at < N)
+
+
+@jit
+def _round_every_fourth_row(w_ptr, i, first, K, cols, mask, inverse):
+    at = (4 * i + first).to(tl.int64)[:, None] * K + cols[None, :]
+    return (tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32) * inverse).to(tl.float8e4nv)
+
+
+# A program: 4 · BLOCK_I rows by BLOCK_K columns of a weight (N, K) → e4m3, transposed. Four rows are joined into
+# words, which are transposed in shared memory, and stored 16 bytes a thread.
+#   t        words (K, T), T = 4 · units_t; this weight's first word
+#   s        (K,), or None for all weights but the first
+#   units    N / 16, and words of a row of t / 4: Triton then knows that rows of t begin at multiples of 16 bytes
+@jit
+def _transpose_weight_kernel(
+    amax_ptr, w_ptr, t_ptr, s_ptr, K, units, units_t, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    tiles = tl.cdiv(K, BLOCK_K)
+    i = tl.program_id(0) // tiles * BLOCK_I + tl.arange(0, BLOCK_I)
+    cols = tl.program_id(0) % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (i < 4 * units)[:, None] & (cols < K)[None, :]
+    s = compute_scale_tile(tl.load(amax_ptr).to(tl.float32))
+    inverse = 1.0 / s
+    words = join_words(
+        _round_every_fourth_row(w_ptr, i, 0, K, cols, mask, inverse),
+        _round_every_fourth_row(w_ptr, i, 1, K, cols, mask, inverse),
+        _round_every_fourth_row(w_ptr, i, 2, K, cols, mask, inverse),
+        _round_every_fourth_row(w_ptr, i, 3, K, cols, mask, inverse),
+    )
+    at = cols.to(tl.int64)[:, None] * (4 * units_t) + i[None, :]
+    tl.store(t_ptr + at, tl.trans(words), mask=(cols < K)[:, None] & (i < 4 * units)[None, :])
+    if s_ptr is not None:
+        tl.store(s_ptr + cols, s, mask=(cols < K) & (tl.program_id(0) < tiles))
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _transposed_tile() -> tuple[int, int, int]:
+    """Words and columns of a tile, and warps: 128 × 128 numbers, read in rows of 256 bytes, written in rows of 128."""
+    return 32, 128, 4
+
+
+def _fp8_weight_fake(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    N = sum(len(part) for part in parts)
+    return amax.new_empty((N, parts[0].shape[1]), dtype=E4M3), amax.new_empty(N, dtype=torch.float32)
+
+
+@launcher(_fp8_weight_fake)
+def _fp8_weight(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    data, scale = _fp8_weight_fake(amax, parts)
+    sizes = [len(part) for part in parts]
+    for part, q, s in zip(parts, data.split(sizes), scale.split(sizes), strict=True):
+        _launch_weight(amax, part.contiguous(), q, s)
+    return data, scale
+
+
+def _launch_weight(amax: Tensor, part: Tensor, q: Tensor, s: Tensor) -> None:
+    size, N = part.numel(), len(part)
+    # 32 numbers a thread: four 16-byte loads of 16-bit numbers.
+    if size:
+        launch(
+            _quantize_weight_kernel, (size, N, part.dtype, amax.dtype), (amax, part, q, s),
+            lambda: (cdiv(size, 8192), (size, N, 8192), {"num_warps": 8}),
+        )  # fmt: skip
+
+
+def _fp8_transposed_fake(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    N, K = sum(len(part) for part in parts), parts[0].shape[1]
+    return amax.new_empty((K, N), dtype=E4M3), amax.new_empty(K, dtype=torch.float32)
+
+
+@launcher(_fp8_transposed_fake)
+def _fp8_transposed(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    data, scale = _fp8_transposed_fake(amax, parts)
+    sizes = [len(part) // 4 for part in parts]
+    for i, (part, t) in enumerate(zip(parts, data.view(torch.int32).split(sizes, 1), strict=True)):
+        _launch_transposed(amax, part.contiguous(), t, scale if i == 0 else None)
+    return data, scale
+
+
+def _launch_transposed(amax: Tensor, part: Tensor, t: Tensor, s: Tensor | None) -> None:
+    (N, K), stride = part.shape, t.stride(0)
+
+    def plan() -> Plan:
+        block_i, block_k, warps = _transposed_tile()
+        grid = cdiv(N // 4, block_i) * cdiv(K, block_k)
+        return grid, (K, N // ALIGNMENT, stride // 4, block_i, block_k), {"num_warps": warps}
+
+    if part.numel():
+        key = (N, K, stride, s is None, part.dtype, amax.dtype)
+        launch(_transpose_weight_kernel, key, (amax, part, t, s), plan)

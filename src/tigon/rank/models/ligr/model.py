@@ -27,7 +27,7 @@ from tigon.rank.models.ligr.cache import Cache
 from tigon.rank.models.ligr.config import LiGRConfig
 from tigon.rank.models.ligr.layers import LiGRLayer, Norm
 from tigon.rank.models.ligr.next_item import NextItemHead, find_positive_items
-from tigon.rank.models.ligr.tokens import STD, Tokens, event_tokens
+from tigon.rank.models.ligr.tokens import Tokens, event_tokens
 from tigon.rank.models.ranker import Ranker
 
 THETA = 10_000.0
@@ -62,7 +62,9 @@ class LiGR(Ranker):
         self.head = nn.Linear(config.width, len(self.labels)) if self.labels else None
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=STD)
+                # Variance 1 / inputs: with smaller weights, logits would hardly depend on the events at first, and item
+                # embeddings would memorise rows before they learn which items are alike.
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
