@@ -1,6 +1,7 @@
 """linear_cross_entropy with fp8=True: its errors against fp64 are those of the recipe, whatever the options."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tigon.kernels.dispatch import meta_as_gpu
 from tigon.losses.head import fp8
 from tigon.losses.head.vocabulary_parallel import Shards
 from tigon.ops.cross_entropy import cross_entropy_reference
+from tigon.ops.fp8.columns import fold_scales
 from tigon.ops.fp8.recipe import E4M3, Rows, Weight, padded
 
 SMALL = {"chunk_bytes": 1}  # chunks of 128 rows, whose dW are added pairwise
@@ -149,6 +151,15 @@ def test_one_chunk_and_several_agree(reduction, device):
     torch.testing.assert_close(several[0], loss, rtol=1e-5, atol=1e-5)
     for a, b, most in zip(several[1:], (dx, dw, db), (0.004, 0.012, 0.004), strict=True):
         assert measure_error(a, b.double()) < most  # of several chunks x has other scales in each dW
+
+
+@pytest.mark.parametrize(("rows", "walk", "sums"), [(300, {}, 1), (128, {}, 1), (700, SMALL, 3), (513, SMALL, 3)])
+def test_the_gradients_of_two_chunks_share_a_product(rows, walk, sums, device, monkeypatch):
+    calls = []
+    monkeypatch.setattr(fp8, "fold_scales", lambda *scales: calls.append(scales) or fold_scales(*scales))
+    run(*make_head(device, rows=rows, ignored=0.0), **walk)
+    assert len(calls) == sums
+    assert sum(len(scale) for scale, _ in calls) == rows
 
 
 def test_several_chunks_are_summed_in_fp32(device):
@@ -313,8 +324,9 @@ def test_devices_and_losses_that_cannot_are_refused(monkeypatch):
     ):
         fp8.check_fp8("linear_cross_entropy", weight, torch.bfloat16, shards)
     monkeypatch.setattr(fp8, "why_unsupported", lambda device: "its tensor cores have no FP8.")
-    with pytest.raises(ValueError, match=r"fp8 goes with a device that .*, got cpu: its tensor cores have no FP8\.$"):
-        linear_cross_entropy(x, weight, target, fp8=True)
+    weight = SimpleNamespace(is_cuda=True, device="cuda:1", shape=weight.shape, numel=weight.numel)
+    with pytest.raises(ValueError, match=r"fp8 goes with a device that .*, got cuda:1: its tensor cores have no FP8\."):
+        fp8.check_fp8("linear_cross_entropy", weight, torch.bfloat16, None)
 
 
 class Allocations:

@@ -145,7 +145,8 @@ class Fp8Gradients(Gradients):
 
     def _add_dw(self, dw: Sequence[Tensor], chunk: Chunk) -> None:
         walk, held = self._walk, chunk.stop - self._start
-        if chunk.stop < walk.visited and held + walk.size <= self._rows.data.shape[0]:
+        after = min(chunk.stop + walk.size, walk.visited) - self._start
+        if held < after <= self._rows.data.shape[0]:
             return  # the next chunk has room
         rows, targets = self._select(self._start, chunk.stop)
         x, target = walk.select(self._start, chunk.stop, self._head.x, walk.target)
