@@ -254,7 +254,7 @@ def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shar
     plan = options.plan
     chunks = make_chunks(x, weight, bias, target, plan, shards)
     dx = x.new_empty(x.shape if plan.need_dx else (0,), dtype=plan.compute)
-    wide = weight.dtype != plan.compute or (plan.fp32 and chunks.count > chunks.head.chunks_per_sum)
+    wide = weight.dtype != plan.compute or (plan.fp32 and chunks.visited > chunks.held)
     dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw)
     db = x.new_empty(weight.shape[0] if plan.need_db else 0, dtype=plan.acc)
     gradients = options.gradients.from_places(chunks, plan.needs, (dx, dw, more, db))

@@ -154,7 +154,7 @@ class Chunks:
         shards: this device's classes, if the head is split over several devices.
         dtype: the logits' dtype; the compute dtype by default.
 
-    `room`, if set, is the buffer in which the logits must lie.
+    `room`, if set, is the buffer in which the logits must lie. size: rows per chunk. held: rows per product of dW.
     """
 
     def __init__(
@@ -180,9 +180,12 @@ class Chunks:
 
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
         self.visited = visited
-        self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
-        if self.head.chunks_per_sum > 1:
-            self.size = min(self.size, cdiv(self.size, 128 * self.head.chunks_per_sum) * 128)
+        self.size = self.held = chunk_rows(visited, row_bytes, budget) if visited else 0
+        if self.head.parts > 1:
+            # Within the budget: logits of few rows, and gradients, half as large, of many.
+            rows = visited if self.size == visited else max(128, budget // row_bytes // 128 * 128)
+            self.size = min(rows, cdiv(rows, 128 * self.head.parts) * 128)
+            self.held = max(rows, 2 * (rows - self.size))
         self.count = cdiv(visited, self.size) if visited else 0
 
     def subset(self, rows: Tensor | slice, most: int) -> Chunks:
@@ -376,18 +379,12 @@ class Gradients:
         """Add a chunk whose logits now hold dlogits. `more` = (a, b, alpha) adds alpha · a b to dx."""
         if self.dx is not None:
             # Before dW: the sum of dx over the devices travels while dW's product is computed.
-            self._add_dx(self.dx, chunk, more)
+            self._input.add(self.dx, chunk.at, chunk.logits, more)
         if self.dw is not None:
-            self._add_dw(self.dw, chunk)
+            weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)
         self._first = False
-
-    def _add_dx(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None) -> None:
-        self._input.add(dx, chunk.at, chunk.logits, more)
-
-    def _add_dw(self, dw: Sequence[Tensor], chunk: Chunk) -> None:
-        weight_gradient.accumulate(dw, chunk.logits, chunk.x, self._first)
 
     def finish(self) -> None:
         """Write the pending dx sum, and zero dW if no chunk came. Call this at the end of the walk."""

@@ -9,9 +9,9 @@ A row's largest gradient is the target's, p − 1 times a factor. Where p is sma
 round these numbers alike, by up to 6 %; they would also set the scale, below which most of 128,000 classes vanish. So
 the target's number stays in bf16: it multiplies a row of W and a row of x, which costs no product.
 
-A gradient in e4m3 takes half the memory of its logits. Chunks are therefore half as large as in bf16, and the gradients
-of two chunks are held until dW's product: the memory is that of bf16, and dW is summed as often. W and Wᵀ in e4m3 come
-on top, for the length of the walk.
+A gradient in e4m3 takes half the memory of its logits. Chunks are therefore a quarter of those in bf16, and the
+gradients of several chunks are held for the products of dx and dW. In the memory of a chunk in bf16 this covers half as
+many rows again, so dW is summed less often. W and Wᵀ in e4m3 come on top, for the length of the walk.
 
 The products need numbers of classes divisible by 16: classes with zero weights follow the head's own.
 """
@@ -63,7 +63,7 @@ class Fp8Projection(Projection):
 
     rows: Weight
     columns: Weight | None
-    chunks_per_sum: ClassVar[int] = 2
+    parts: ClassVar[int] = 4
 
     @classmethod
     def quantize(cls, x: Tensor, weight: Tensor, bias: Tensor | None, need_dx: bool) -> Fp8Projection:
@@ -95,7 +95,7 @@ class Fp8Projection(Projection):
 
 
 class Fp8Gradients(Gradients):
-    """`Gradients` in FP8, for a walk over an `Fp8Projection`. dW is added once for as many chunks as `rows` holds."""
+    """`Gradients` in FP8, for a walk over an `Fp8Projection`: two products for all rows whose gradients are held."""
 
     def __init__(
         self, walk: Chunks, dx: Tensor | None, dw: Sequence[Tensor] | None, db: Tensor | None, add: bool = False
@@ -103,28 +103,34 @@ class Fp8Gradients(Gradients):
         super().__init__(walk, dx, dw, db, add)
         assert isinstance(walk.head, Fp8Projection)
         self._walk, self._head, self._overwrites = walk, walk.head, not add
-        held = min(walk.visited, walk.head.chunks_per_sum * walk.size)
-        held = held if dw is not None else walk.size if dx is not None else 0
-        x = walk.head.x
+        x, held = walk.head.x, 0 if dx is None and dw is None else min(walk.visited, walk.held)
         # dlogits of walk rows from `_start` on, and the targets' numbers.
-        self._targets = x.new_empty(held, 1)
         self._rows = Rows(x.new_empty(held, walk.head.classes, dtype=E4M3), x.new_empty(held, 1, dtype=torch.float32))
+        self._targets = x.new_empty(held, 1)
         self._start = 0
 
     def add(self, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
-        if self._rows.data.shape[0]:
-            self._start = chunk.start if self.dw is None else self._start
-            rows, targets = self._select(chunk.start, chunk.stop)
-            logits, ids = chunk.logits, self._find_ids(chunk.target)[:, None]
-            torch.gather(logits, 1, ids, out=targets)
-            logits.scatter_(1, ids, 0.0)
-            # A NaN in x reaches the padding, but a row that does not count has no gradient.
-            wide = self._head.widen(logits)
-            wide[:, logits.shape[1] :].zero_()
-            quantize_rows(wide, out=rows)
-            if self.db is not None:
-                logits.scatter_(1, ids, targets)
-        super().add(chunk, more)
+        if len(self._targets):
+            self._hold(chunk)
+        if self.db is not None:
+            self.db += chunk.logits.sum(0, dtype=self.db.dtype)
+        self._first = False
+
+    def _hold(self, chunk: Chunk) -> None:
+        rows, targets = self._select(chunk.start, chunk.stop)
+        logits, ids = chunk.logits, self._find_ids(chunk.target)[:, None]
+        torch.gather(logits, 1, ids, out=targets)
+        logits.scatter_(1, ids, 0.0)
+        # A NaN in x reaches the padding, but a row that does not count has no gradient.
+        wide = self._head.widen(logits)
+        wide[:, logits.shape[1] :].zero_()
+        quantize_rows(wide, out=rows)
+        if self.db is not None:
+            logits.scatter_(1, ids, targets)
+        after = min(chunk.stop + self._walk.size, self._walk.visited)
+        if chunk.stop == after or after - self._start > len(self._targets):
+            self._multiply(chunk.stop)
+            self._start = chunk.stop
 
     def _select(self, start: int, stop: int) -> tuple[Rows, Tensor]:
         rows = slice(start - self._start, stop - self._start)
@@ -134,28 +140,30 @@ class Fp8Gradients(Gradients):
         """The targets, and any class for those that do not count, whose rows are zero."""
         return target.long().clamp(0, self._head.weight.shape[0] - 1)
 
-    def _add_dx(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None) -> None:
-        head, (rows, targets) = self._head, self._select(chunk.start, chunk.stop)
-        assert head.columns is not None
-        own = dx[chunk.at] if isinstance(chunk.at, slice) else dx.new_empty(chunk.x.shape)
-        multiply_rows(rows, head.columns, out=own)
-        own.addcmul_(targets, head.weight.index_select(0, self._find_ids(chunk.target)).to(dx.dtype))
-        if isinstance(chunk.at, Tensor):
-            dx.index_copy_(0, chunk.at, own)
+    def _multiply(self, stop: int) -> None:
+        """Add the held rows, up to `stop`, to dx and dW."""
+        rows, targets = self._select(self._start, stop)
+        at = self._walk.row_indices(self._start, stop)
+        x, target = self._walk.select(self._start, stop, self._head.x, self._walk.target)
+        ids = self._find_ids(target)
+        if self.dx is not None:
+            assert self._head.columns is not None
+            own = self.dx[at] if isinstance(at, slice) else torch.empty_like(x)
+            multiply_rows(rows, self._head.columns, out=own)
+            own.addcmul_(targets, self._head.weight.index_select(0, ids).to(own.dtype))
+            if isinstance(at, Tensor):
+                self.dx.index_copy_(0, at, own)
+        if self.dw is not None:
+            self._add_weight_gradient(self.dw, rows, x)
+            add_by_id(self.dw, x, targets.view(-1), ids)
 
-    def _add_dw(self, dw: Sequence[Tensor], chunk: Chunk) -> None:
-        walk, held = self._walk, chunk.stop - self._start
-        after = min(chunk.stop + walk.size, walk.visited) - self._start
-        if held < after <= self._rows.data.shape[0]:
-            return  # the next chunk has room
-        rows, targets = self._select(self._start, chunk.stop)
-        x, target = walk.select(self._start, chunk.stop, self._head.x, walk.target)
+    def _add_weight_gradient(self, dw: Sequence[Tensor], rows: Rows, x: Tensor) -> None:
         factor, c = fold_scales(rows.scale, quantize_rows(x).scale)
         columns = to_columns(x, factor)
+        # Blocks of classes, so that neither the transposed gradient nor dW exists a second time.
+        step = max(128, BLOCK_BYTES // max(len(x), 4 * x.shape[1]) // 128 * 128)
         first, begin = self._overwrites and self._start == 0, 0
         for total in dw:
-            # Blocks of classes, so that neither the transposed gradient nor dW exists a second time.
-            step = max(128, BLOCK_BYTES // max(held, 4 * x.shape[1]) // 128 * 128)
             for at in range(0, total.shape[0], step):
                 out = total[at : at + step]
                 gradient = transpose_rows(rows.data[:, begin + at : begin + at + out.shape[0]])
@@ -164,8 +172,6 @@ class Fp8Gradients(Gradients):
                 else:
                     out += multiply_columns(gradient, columns, c, out.dtype)
             begin += total.shape[0]
-        add_by_id(dw, x, targets.view(-1), self._find_ids(target))
-        self._start = chunk.stop
 
 
 def add_by_id(sums: Sequence[Tensor], x: Tensor, factor: Tensor, ids: Tensor) -> None:

@@ -143,14 +143,14 @@ def append_bias(weight: Tensor, bias: Tensor) -> Tensor:
 class Projection:
     """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `append_bias`, where needed.
 
-    chunks_per_sum: dW is added once for so many chunks.
+    parts: chunks are so many times smaller than their memory allows.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     both: Tensor | None = None
-    chunks_per_sum: ClassVar[int] = 1
+    parts: ClassVar[int] = 1
 
     @classmethod
     def cast(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Projection:
