@@ -29,10 +29,11 @@ from harness.training import DEFAULT_SIDES, MASKED, RunResult, measure_lengths, 
 
 from tigon.presets import PRESETS
 
-# Only --sides selects these: torch.compile with the flash kernel, the levels of recompute, and the highest of them with
-# activations in host memory.
+# Only --sides selects these: torch.compile with the flash kernel, the levels of recompute, the highest of them with
+# activations in host memory, and FP8.
 CHOSEN = (
     "compile-causal", "compile-layers", "tigon-none", "tigon-product", "tigon-cheap", "tigon-mlp", "tigon-offload",
+    "tigon-fp8", "tigon-fp8-keep",
 )  # fmt: skip
 ORDER = ("floor", "hf", "compile", *CHOSEN[:2], "liger", "tigon", "tigon-compile", *CHOSEN[2:])
 

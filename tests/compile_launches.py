@@ -41,7 +41,11 @@ import tigon
 from tigon import retrieve
 from tigon.kernels import device as device_facts
 from tigon.kernels import dispatch as backend
+from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
+from tigon.ops.fp8.gated_gradient import gated_gradient
+from tigon.ops.fp8.gated_rows import gated_rows
 from tigon.ops.fp8.norm_rows import norm_rows
+from tigon.ops.fp8.recipe import E4M3, Norm
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.fp8.weight import quantize_transposed, quantize_weight
 from tigon.ops.linear.lora_mlp import lora_mlp
@@ -57,6 +61,7 @@ from tigon.training.row_adagrad import row_adagrad
 WARP = {"cuda": 32, "hip": 64}
 # Loads from global memory, into registers or, in a pipelined loop, into shared memory; those load 16 bytes a thread.
 LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
+STORE = re.compile(r"st\.global[.\w:]*")
 WIDE_LOAD = re.compile(r"\.v(4\.[bfus]32|2\.[bfus]64|8\.b16)$|, (0x10|16)$")
 # An exponential with its argument, and any fp32 instruction with its result.
 EXPONENTIAL = re.compile(r"ex2\.approx\S*\s+%\w+, (%\w+);")
@@ -174,6 +179,8 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
         return {"spilled": sum(spilled), "binary": len(asm["hsaco"])}
     loads = [bool(WIDE_LOAD.search(load)) for load in LOAD.findall(asm["ptx"])]
     counts: dict[str, Any] = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
+    stores = [bool(WIDE_LOAD.search(store)) for store in STORE.findall(asm["ptx"])]
+    counts |= {"wide_stores": sum(stores), "narrow_stores": len(stores) - sum(stores)}
     counts |= {"exponentials": exponentials(asm["ptx"])}
     return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
 
@@ -323,12 +330,34 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
                 sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
         # Not promised elsewhere: the products need Hopper, and Triton has no e4m3 before sm_89.
         if target.backend == "cuda" and target.arch >= 90:
-            for name, why, shape, dtype, call in fp8_calls():
+            for name, why, shape, dtype, call in (*fp8_calls(), *fp8_gated_calls()):
                 if not brief or worth((dtype, Case("", ()), None), brief):
                     context |= {"op": name, "case": why, "shape": shape, "frozen": None}
                     context |= {"dtype": str(dtype).removeprefix("torch.")}
                     call()
     return list(launches.values())
+
+
+def fp8_gated_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
+    """Operator, case, shape, dtype and call for the gated unit in FP8 and for the factors of a weight gradient."""
+    M = 8192
+    one, rstd = torch.empty(M, 1), torch.empty(M)
+    yield "fp8_columns", "scales", (M, 1), torch.bfloat16, functools.partial(fold_scales, one, one)
+    # 53248: rows beyond registers.
+    for dtype, N in (*itertools.product((torch.bfloat16,), (2048, 4096, 1552, 14336, 53248)), (torch.float32, 4096)):
+        dy, gate_up = torch.empty(M, N, dtype=dtype), torch.empty(M, 2 * N, dtype=dtype)
+        kept = (torch.empty(M, 2 * N, dtype=E4M3), torch.empty(M, 2)), (gate_up, None)
+        for keep in (True, False):
+            call = functools.partial(gated_rows, gate_up, "silu", keep)
+            yield "fp8_gated_rows", f"keep={keep}", dy.shape, dtype, call
+        for inputs, scale in itertools.product(kept, (one, None)):  # most registers first
+            case = f"of {inputs[0].dtype}, {'frozen weights' if scale is None else 'with the product'}"
+            call = functools.partial(gated_gradient, dy, *inputs, "silu", scale)
+            yield "fp8_gated_gradient", case, dy.shape, dtype, call
+        yield "fp8_columns", "bytes", dy.shape, dtype, functools.partial(transpose_rows, dy.to(E4M3))
+        norms = None, Norm(rstd, None, 0.0, "none"), Norm(rstd, torch.empty(N, dtype=dtype), 1.0, "llama")
+        for norm in norms:
+            yield "fp8_columns", str(norm and norm.cast), dy.shape, dtype, functools.partial(to_columns, dy, one, norm)
 
 
 # Pair losses; batches that form a single part run in kernels.

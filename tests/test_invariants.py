@@ -43,6 +43,11 @@ NUMBERS = [
 WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
     "quantized_embedding": "takes no floats and has no gradient: ops/test_quantized_embedding.py",
+    "fp8_gated_rows": "a part of FP8 layers, without a gradient: ops/test_fp8_gated.py",
+    "fp8_gated_gradient": "as fp8_gated_rows",
+    "fp8_fold_scales": "as fp8_gated_rows: ops/test_fp8_columns.py",
+    "fp8_to_columns": "as fp8_fold_scales",
+    "fp8_transpose_rows": "as fp8_fold_scales",
     "filtered_topk": "has no gradient, and its answer is exact: ops/test_filtered_topk.py",
     "coded_topk": "as filtered_topk: ops/test_filtered_topk_codes.py",
     "sign_topk": "as filtered_topk, but guessed: ops/test_sign_codes.py",

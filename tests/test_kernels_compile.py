@@ -198,3 +198,20 @@ def test_parameters_are_moved_16_bytes_at_a_time(target):
         tensors = 1 if "squared_norm" in launch["kernel"] and launch["case"] == "plain" else 2
         size = 4 if launch["dtype"] == "float32" else 2
         assert launch["wide_loads"] >= tensors * size, named(launch)
+
+
+@EVERY_PROMISED_TARGET
+def test_fp8_gated_units_and_columns_are_moved_16_bytes_at_a_time(target):
+    """Except scales: a row's, for each stage, and in a transposition four of each kind for a word's four tokens."""
+    launches = compiled(target)["launches"]
+    found = [x for x in launches if x["op"] in ("fp8_gated_rows", "fp8_gated_gradient", "fp8_columns")]
+    found = [x for x in found if "fold" not in x["kernel"]]
+    assert len({x["kernel"] for x in found}) == 4
+    narrow = [
+        f"{named(x)}: {x['narrow_loads']} narrow loads, {x['narrow_stores']} narrow stores"
+        for x in found
+        if not (x["wide_loads"] and x["wide_stores"])
+        or x["narrow_loads"] > (32 if x["op"] == "fp8_columns" else 9)
+        or x["narrow_stores"] > (0 if x["op"] == "fp8_columns" else 3)
+    ]
+    assert not narrow, "\n".join(narrow)

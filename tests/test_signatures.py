@@ -30,6 +30,7 @@ SHARE = 0.9
 LONG = {
     "embedding_bag": "the arguments of torch.nn.functional.embedding_bag by their names, and the tables of fields",
     "filtered_topk": "queries, items and k, and what each row has beside its vector",
+    "fuse": "which modules, and the kinds of change that a user switches on one by one",
     "fit": "what is fitted on what, and what a run that goes on takes and says",
     "item_softmax": "queries, items, targets and biases, and what a tigon.Head has of scale and group",
     "plan_memory": "what makes an index, and how long its ids are",

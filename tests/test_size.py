@@ -9,20 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LINES = {  # to the next 50
-    "src/tigon/cli": 3550,
+    "src/tigon/cli": 3700,
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 9150,
+    "src/tigon/fusion": 9650,
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 3750,
-    "src/tigon/kernels": 1800,
+    "src/tigon/kernels": 1850,
     "src/tigon/losses": 8700,
-    "src/tigon/nn": 500,
-    "src/tigon/ops": 16050,
+    "src/tigon/nn": 550,
+    "src/tigon/ops": 18250,
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 62000,
+    "tests": 64450,
     "benchmarks": 15700,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -114,6 +114,12 @@ def _tigon_compile(model: PreTrainedModel) -> None:
     _compile(model)
 
 
+def _tigon_fp8_keep(model: PreTrainedModel) -> None:
+    from tigon import FP8
+
+    _tigon(model, fp8=FP8(keep="fp8"))
+
+
 # How each side changes the plain model.
 SIDES: dict[str, Callable[[Any], None]] = {
     "hf": _hf,
@@ -126,6 +132,8 @@ SIDES: dict[str, Callable[[Any], None]] = {
     # Fused models at levels of recompute that do not look at the batch.
     **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "cheap", "mlp")},
     "tigon-offload": functools.partial(_tigon, recompute="mlp", offload=True),
+    "tigon-fp8": functools.partial(_tigon, fp8=True),
+    "tigon-fp8-keep": _tigon_fp8_keep,
 }
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 

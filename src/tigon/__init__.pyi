@@ -12,11 +12,13 @@ from tigon import training as training
 from tigon.fusion.engine.model import PARTS as PARTS
 from tigon.fusion.engine.model import Fusion as Fusion
 from tigon.fusion.engine.model import fuse as fuse
+from tigon.fusion.fp8.options import FP8 as FP8
 from tigon.fusion.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch
 from tigon.kernels import use_backend as use_backend
 from tigon.losses.head.head import Head as Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
+from tigon.ops import fp8 as fp8
 from tigon.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from tigon.ops.cross_entropy import CrossEntropy as CrossEntropy
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy

@@ -145,3 +145,18 @@ def test_compare_is_strict():
     for wrong in (torch.zeros(4), torch.ones(4) * 1.01, torch.full((4,), float("nan"))):
         assert verdicts({**near, "a.1.w": wrong.double()}) == {"loss": True, "a.*.w": False}
     assert verdicts({k: v for k, v in near.items() if k != "a.0.w"}) == {"loss": True, "a.*.w": False}
+
+
+def test_verify_measures_what_fp8_does(tigon, checkpoint, tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text("the cat sat on the mat and was glad. " * 20)
+    options = "--fp8", "--data", text, "--batch-size", 1, "--seq-len", 16
+    found = json.loads(tigon("verify", checkpoint, *options, "--json").ok().out)
+    *layers, every = found["rows"]
+    assert [row["layer"] for row in layers] == ["model.layers.0", "model.layers.1"]
+    assert every["layer"] == "all layers"
+    assert set(every["fp8"]) == {"0"}, "with one first layer in bf16, one of two layers is left"
+    assert every["bf16"] < every["fp8"]["0"] < 1
+    assert "FP8, first=0" in tigon("verify", checkpoint, *options).ok().out
+    tigon("verify", checkpoint, "--data", text).problem("--data requires --fp8")
+    tigon("verify", checkpoint, *options[:-1], 9000).problem("the file has", "need 9,000")

@@ -53,6 +53,7 @@ class StepOptions:
     )
     recompute: str = option("auto", f"{', '.join(RECOMPUTE)}: activations that the fused model recomputes.")
     offload: bool = option(False, "Fused model: offload saved activations to host memory.")
+    fp8: bool = option(False, "Fused model: run the decoder layers' linear layers in FP8.")
     lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
     lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
@@ -145,7 +146,7 @@ class Sides:
         from tigon import fuse
 
         level: Any = self.setup.recompute  # the command has validated the value
-        self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload)
+        self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload, fp8=self.setup.fp8)
         return self.fusion
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.cli.options import argument, device_option, json_option, option
@@ -33,7 +34,9 @@ TINY = {
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     model: str = argument("Model or adapter directory, config.json, hub name or preset.")
-    layers: int = option(2, "Number of layers to build; 0 builds all layers.", min=0)
+    layers: int | None = option(
+        None, "Number of layers to build; 0 builds all layers. Default: 2, and all with --fp8.", min=0
+    )
     full_width: bool = option(False, "Keep the original widths of a model without weights.")
     dtype: str = option("float32", f"{', '.join(DTYPES)}.")
     device: str = device_option()
@@ -42,6 +45,8 @@ class VerifyOptions:
     lora: int | None = option(None, "Add LoRA adapters with this rank to the model.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
     adapters: str | None = option(None, "Adapters saved by PEFT: folder, adapter_config.json or hub name.")
+    fp8: bool = option(False, "Measure how far FP8 moves the gradients, layer by layer, in place of the comparison.")
+    data: Path | None = option(None, "With --fp8: text file for the batch; default: random tokens.")
     seed: int = option(0, "Seed for tokens and random weights.", min=0, max=2**32 - 1)
     json: bool = json_option()
 
@@ -54,6 +59,8 @@ def verify(options: VerifyOptions) -> None:
     """
     needs("tigon verify", "train", "torch", "transformers")
     check_choice("", options, dtype=DTYPES)
+    if options.data is not None and not options.fp8:
+        raise Problem("--data requires --fp8")
     device = find_device(options.device)
     from tigon.cli.adapters import add_adapters, find_adapted, new_adapters
     from tigon.cli.model import quiet_transformers
@@ -67,10 +74,11 @@ def verify(options: VerifyOptions) -> None:
     from tigon import fuse
 
     console = screen(quiet=options.json)
-    dtype = getattr(torch, options.dtype)
+    dtype = torch.float32 if options.fp8 else getattr(torch, options.dtype)
+    layers = options.layers if options.layers is not None else 0 if options.fp8 else 2
     torch.manual_seed(options.seed)
     with console.status("building the model"):
-        model = _build(source, options.layers, options.full_width, dtype).to(device)
+        model = _build(source, layers, options.full_width, dtype).to(device)
         if adapters is not None:
             saved = source.weights and adapters.place is not None
             model = add_adapters(model, adapters, saved=saved).train()
@@ -78,6 +86,9 @@ def verify(options: VerifyOptions) -> None:
     ids = torch.randint(vocab, (options.batch_size, options.seq_len), device=device)
     labels = ids.clone()
     labels[:, : options.seq_len // 8] = -100  # a prompt, excluded from the loss
+    if options.fp8:
+        _measure_fp8(options, source, model, ids, labels, console)
+        return
     with console.status("running the model in fp64, plain and fused"):
         exact = _compute_gradients(_widen(model), ids, labels)
         plain = _compute_gradients(model, ids, labels)
@@ -106,6 +117,19 @@ def verify(options: VerifyOptions) -> None:
             "set TRITON_INTERPRET=1 and TIGON_BACKEND=triton to interpret the kernels.",
             style="yellow",
         )
+
+
+def _measure_fp8(options: VerifyOptions, source: Any, model: Any, ids: Any, labels: Any, console: Any) -> None:
+    from tigon.cli.fp8_noise import measure_noise, print_noise, read_batch
+    from tigon.cli.model import load_tokenizer
+
+    if options.data is not None:
+        tokenizer = load_tokenizer(options.model, "MODEL")
+        labels = ids = read_batch(options.data, tokenizer, options.batch_size, options.seq_len, ids.device)
+    with console.status("running the model in fp32, bf16 and FP8"):
+        rows, left = measure_noise(model, ids, labels)
+    words = [source.name, f"{len(rows) - 1} layers", f"{ids.numel():,} tokens"]
+    print_noise(rows, left, ", ".join(words), options.json)
 
 
 def _explain_kernels(ids: Any, dtype: torch.dtype) -> str | None:

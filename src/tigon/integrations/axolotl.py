@@ -23,7 +23,7 @@ except ImportError as error:
 
 from tigon.fusion.engine.model import Fusion, fuse
 
-OPTIONS = ("parts", "recompute", "offload")
+OPTIONS = ("parts", "recompute", "offload", "fp8")
 # Axolotl's switches for kernels that replace attention's and the MLP's forward. lora_embedding_kernel concerns a layer
 # that Tigon leaves to PEFT.
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -42,6 +42,7 @@ class TigonArgs(BaseModel):
     tigon_parts: list[str] | None = None
     tigon_recompute: Literal["auto", "none", "product", "cheap", "mlp"] | None = None
     tigon_offload: bool | None = None
+    tigon_fp8: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

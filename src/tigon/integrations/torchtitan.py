@@ -81,9 +81,10 @@ else:
         class Config(ModelConfigConverter.Config):
             parts: tuple[str, ...] = tuple(sorted(LAYERS))
             recompute: str = "auto"
+            fp8: bool = False
 
         def __init__(self, config: Config) -> None:
-            self.options: dict[str, Any] = {"parts": config.parts, "recompute": config.recompute}
+            self.options: dict[str, Any] = {"parts": config.parts, "recompute": config.recompute, "fp8": config.fp8}
 
         def convert(self, model_config: Any) -> Any:
             options = self.options

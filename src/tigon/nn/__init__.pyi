@@ -1,3 +1,4 @@
+from tigon.nn.fp8 import FP8Linear as FP8Linear
 from tigon.nn.layers import GEGLU as GEGLU
 from tigon.nn.layers import DyT as DyT
 from tigon.nn.layers import Embedding as Embedding

@@ -55,6 +55,10 @@ class FuseArguments:
         default="auto", metadata={"help": "Activations that the backward pass of a fused model recomputes."}
     )
     offload: bool = field(default=False, metadata={"help": "Offload saved activations to host memory."})
+    fp8: bool = field(
+        default=False,
+        metadata={"help": "Run the decoder layers' linear layers in FP8: with bf16, on an H100 or H200."},
+    )
     shared_prefix: Literal["auto", "true", "false"] = field(
         default="auto",
         metadata={
@@ -191,8 +195,8 @@ def parse_options(arguments: list[str]) -> TrainOptions:
         raise Problem(f"--task {name} needs --reward_funcs, such as rewards.score for score in rewards.py")
     if fuse.shared_prefix == "true" and name not in SHARING:
         raise Problem(f"--shared_prefix true requires --task {', '.join(SHARING)}, got --task {name}")
-    if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.shared_prefix == "true"):
-        raise Problem("--recompute, --offload and --shared_prefix need tigon.fuse and exclude --no_fuse")
+    if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.fp8 or fuse.shared_prefix == "true"):
+        raise Problem("--recompute, --offload, --fp8 and --shared_prefix need tigon.fuse and exclude --no_fuse")
     given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
     return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
 

@@ -141,7 +141,7 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
     if options.task not in SHARING:
         share = False
     try:
-        return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload)
+        return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload, fp8=options.fuse.fp8)
     except ValueError as error:
         if share is not True:
             raise

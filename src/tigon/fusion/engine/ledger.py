@@ -48,6 +48,7 @@ class Ledger:
     adviser: returns the warning about a library that computes the loss itself; called once, at the first step with
         gradients and without labels.
     recompute: which activations the backward pass recomputes instead of keeping them.
+    is_sharded: whether a library shards the parameters, as of the step `sharding_seen_at`.
 
     A `Call` belongs to a single thread: threads may run one model at the same time, as in torch.nn.DataParallel.
     """
@@ -66,6 +67,7 @@ class Ledger:
         self.has_entrance = False
         self.adviser: Callable[[], str] | None = None
         self.adapters_before = 0
+        self.is_sharded, self.sharding_seen_at = False, -1
         self._calls = _Calls()
         self.lock = threading.RLock()
         self._running = 0

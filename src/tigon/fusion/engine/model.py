@@ -27,6 +27,7 @@ from tigon.fusion.engine.probe import get_full_shape
 from tigon.fusion.engine.reasons import NOT_CALLED, Reason
 from tigon.fusion.engine.report import Report, Row
 from tigon.fusion.engine.step import describe_foreign_loss, find_backbones, make_step_forward
+from tigon.fusion.fp8.options import FP8, parse_fp8
 from tigon.fusion.memory.auto import Extent
 from tigon.fusion.memory.recompute import LEVELS, Level, Recompute
 
@@ -43,6 +44,7 @@ class FuseOptions:
     recompute: Level = "auto"
     offload: bool = False
     shared_prefix: bool = False
+    fp8: FP8 | None = None
 
     @classmethod
     def parse(cls, parts: Collection[str] | None = None, **options: Any) -> FuseOptions:
@@ -65,13 +67,13 @@ class FuseOptions:
     @property
     def kinds(self) -> set[str]:
         """The kinds that are switched on."""
-        by_argument = list_kinds("shared_prefix") if self.shared_prefix else []
+        by_argument = list_kinds(*(name for name in ("shared_prefix", "fp8") if getattr(self, name)))
         return {*self.parts, *set(by_argument).difference(list_kinds())}
 
 
 def fuse(
     model: nn.Module, *, parts: Collection[str] | None = None, where: ModuleFilter | None = None,
-    recompute: Level = "auto", offload: bool = False, shared_prefix: bool = False,
+    recompute: Level = "auto", offload: bool = False, shared_prefix: bool = False, fp8: bool | FP8 = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -98,20 +100,25 @@ def fuse(
             the layers' inputs.
         shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations share a prefix
             that is computed once. Calls without such a batch run as before.
+        fp8: run the linear layers of the decoder layers in FP8: forward, and both gradients. True, or a `tigon.FP8`.
+            For bf16 (or bf16 autocast) on an NVIDIA H100 or H200; elsewhere the layers run in bf16, and the report
+            says why.
         Returns: a Fusion. `report()` lists the replaced and the skipped modules; `remove()` restores the model exactly.
             A Fusion is also a context manager. If the model is fused already, fuse returns the existing
             Fusion unchanged, with a warning if you passed other options. A Fusion that replaced no module gives way
             to a new Fusion with those options.
         Raises: TypeError if model is not a module; ValueError for an unknown part or recompute level, for a flag
-            that is no boolean, and with shared_prefix for a model whose tokens meet elsewhere than in causal
-            attention; the message names the layer.
+            that is no boolean, for an fp8 that is neither a boolean nor a `tigon.FP8`, and with shared_prefix for a
+            model whose tokens meet elsewhere than in causal attention; the message names the layer.
 
     Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a separate Fusion; a pickled
     model is plain when loaded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
-    options = FuseOptions.parse(parts, where=where, recompute=recompute, offload=offload, shared_prefix=shared_prefix)
+    options = FuseOptions.parse(
+        parts, where=where, recompute=recompute, offload=offload, shared_prefix=shared_prefix, fp8=parse_fp8(fp8)
+    )
     present = vars(model).get("_tigon_fusion")
     if present is not None:
         if present._record.modules or present._options == options:
@@ -282,7 +289,7 @@ class Fusion:
         is_plain = "forward" not in vars(site.model)
         for stage in Stage:
             parts = select_parts(self._options.kinds, stage)
-            for module in [site.model] if stage is Stage.MODEL else site.modules():
+            for module in [site.model] if stage in (Stage.MODEL, Stage.LAST) else site.modules():
                 for part in parts:
                     if not site.is_claimed(module):
                         part.fuse(site, module)

@@ -34,11 +34,13 @@ class Stage(enum.IntEnum):
     MODEL: once, on the whole model, before the other stages.
     MODULE: on every module by itself.
     AROUND: on every module again, after the modules inside it have been replaced.
+    LAST: once, on the whole model, after the other stages.
     """
 
     MODEL = 0
     MODULE = 1
     AROUND = 2
+    LAST = 3
 
 
 class Part:
@@ -134,6 +136,11 @@ class Site:
         self._signatures: dict[int, tuple[Any, ...]] = {}
 
     # ------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def options(self) -> Any:
+        """The options given to fuse."""
+        return self._fusion._options
 
     def modules(self) -> list[nn.Module]:
         """The model's modules, each once, a module before the modules inside it."""

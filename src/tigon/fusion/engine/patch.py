@@ -74,6 +74,7 @@ class Patch:
         attributes that the formula reads at each call, such as eps. watched_act: the same for the activation module.
     fusion: the Fusion that owns this patch. The modules keep the Fusion alive; the Fusion does not keep the modules.
     is_head_norm: whether this norm acts on attention heads, whose result the module around it rotates next.
+    fp8: what the module needs to run in FP8; None for bf16.
     is_inner: whether this is a backbone's forward, which begins a step only where it is called alone.
     rewritten_by: parts that have rewritten this forward since, in order.
     """
@@ -83,6 +84,7 @@ class Patch:
     watched_act: tuple[tuple[str, Any], ...] = ()
     key: Any = None  # the ledger key under which calls are counted
     is_head_norm = False
+    fp8: Any = None
     is_inner = False
     rewritten_by: tuple[Any, ...] = ()
 
@@ -127,13 +129,13 @@ class Patch:
         return load_as_none, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
+        ledger, act, before, fp8 = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before, self.fp8))
         copy_formula = getattr(self.formula, "copy_for", None)  # a formula that knows modules then knows their copies
         formula = self.formula if copy_formula is None else copy_formula(memo)
         copied = object.__new__(Patch)
         # When the whole model is copied, the copy gets a Fusion once the modules are copied.
         fusion = self.fusion if ledger is self.ledger else None
-        vars(copied).update(vars(self), ledger=ledger, act=act, before=before, formula=formula, fusion=fusion)
+        vars(copied).update(vars(self), ledger=ledger, act=act, before=before, fp8=fp8, formula=formula, fusion=fusion)
         return copied
 
 

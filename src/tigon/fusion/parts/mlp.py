@@ -29,6 +29,8 @@ from tigon.fusion.engine.probe import (
     takes_one_argument,
 )
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.fp8.layers import run_unit_in_fp8, why_not_here
+from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.adapters import adapter_here, count_here, may_be_adapted
 from tigon.fusion.parts.plain_linear import plain_layers
 from tigon.kernels import autocast_dtype, use_triton
@@ -48,6 +50,11 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not patch.ledger.active or kwargs or len(args) != 1 or is_functorch_active() or not patch.still_holds(self):
         return plain_forward(self, *args, **kwargs)
     x = args[0]
+    if patch.fp8 is not None:
+        y = _fp8_mlp(self, patch, x)
+        if y is not None:
+            return _after_mlp(self, formula, y)
+    x = as_tensor(x)
     if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
         getattr(self, formula.gate), getattr(self, formula.down)
     ):
@@ -63,6 +70,27 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(_mlp, self, patch)
             return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     return _mlp(self, patch, x)
+
+
+def _fp8_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
+    """The whole unit in FP8; None where the unit runs in bf16."""
+    formula, key = patch.formula, ("unit", type(self))
+    layers = [getattr(self, name) for name in (formula.gate, formula.up, formula.down) if name is not None]
+    recompute = patch.ledger.recompute
+
+    def run(x: Any) -> Tensor | None:
+        return run_unit_in_fp8(patch.fp8, layers, x, patch.ledger)
+
+    if recompute.mlp and torch.is_grad_enabled() and recompute.is_running():
+        y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    else:
+        y = run(x)
+    if y is None:
+        patch.ledger.count_fallback("fp8", key, why_not_here(x))
+        return None
+    patch.ledger.count("fp8", key)
+    patch.ledger.count("mlp", patch.key)
+    return y
 
 
 def add_mlp(module: Any, residual: Any, x: Any) -> Tensor | None:

@@ -42,6 +42,7 @@ from tigon.fusion.engine.part import ForwardCache, Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import list_bodies, name_forward, parse_function, rewrite_forward
+from tigon.fusion.fp8.layers import norm_in_rows
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.norm import is_rms_norm, norm_fits
 from tigon.fusion.parts.sharded_rows import is_dtensor
@@ -118,6 +119,8 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
         return total, norm(total)
     patch.ledger.count("norm", patch.key)
     patch.ledger.count("add_norm", layer)
+    if patch.fp8 is not None and (made := norm_in_rows(norm, patch, other, one, False)):
+        return made
     options = formula.form(norm).options
     normed, total = add_rms_norm(other, one, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), total, weight)
@@ -138,6 +141,8 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     if patch.is_head_norm or not patch.still_holds(norm) or not norm_fits(x, weight, formula) or is_dtensor(weight):
         return x, norm(x)
     patch.ledger.count("norm", patch.key)
+    if patch.fp8 is not None and (made := norm_in_rows(norm, patch, x, None, True)):
+        return made
     options = formula.form(norm).options
     normed, stream = forked_rms_norm(x, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), x, weight)

@@ -33,7 +33,7 @@ from tigon.losses.head.vocabulary_parallel import Shards
 from tigon.ops.embedding import sorted_ids, sums_of_runs
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
 from tigon.ops.fp8.products import multiply_columns, multiply_rows, why_unsupported
-from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Rows, Weight, padded
+from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Rows, Weight, round_up
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
 from tigon.ops.linear.padded_product import empty_logits
@@ -67,7 +67,7 @@ class Fp8Projection(Projection):
 
     @classmethod
     def quantize(cls, x: Tensor, weight: Tensor, bias: Tensor | None, need_dx: bool) -> Fp8Projection:
-        zeros = padded(weight.shape[0]) - weight.shape[0]
+        zeros = round_up(weight.shape[0]) - weight.shape[0]
         bias = None if bias is None else F.pad(bias.bfloat16(), (0, zeros))
         weight, amax = weight.contiguous(), measure_weights([weight])
         parts = [weight]

@@ -63,6 +63,6 @@ class Norm(NamedTuple):
     cast: str
 
 
-def padded(tokens: int) -> int:
+def round_up(tokens: int) -> int:
     """The number of columns for so many tokens in a transposed factor: the next multiple of 16."""
     return -(-tokens // ALIGNMENT) * ALIGNMENT

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.acts import ACTS
-from tigon.ops.fp8.recipe import E4M3, LARGEST, LEAST_SCALE, Norm, Rows, Weight, padded
+from tigon.ops.fp8.recipe import E4M3, LARGEST, LEAST_SCALE, Norm, Rows, Weight, round_up
 
 
 def compute_scale(amax: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def gated_gradient_reference(
     gate, up = gate_up.float().chunk(2, 1)
     if scale is not None:
         gate, up = gate * scale[:, :1], up * scale[:, 1:]
-    value, slope = ACTS[act].value(gate), slope_of(act, gate)
+    value, slope = ACTS[act].value(gate), compute_slope(act, gate)
     product = None if product_scale is None else round_to_e4m3(value * up, product_scale)
     return quantize_rows_reference(dy.float() * up * slope, dy.float() * value), product
 
 
-def slope_of(act: str, gate: Tensor) -> Tensor:
+def compute_slope(act: str, gate: Tensor) -> Tensor:
     with torch.enable_grad():
         g = gate.detach().requires_grad_()
         (slope,) = torch.autograd.grad(ACTS[act].value(g).sum(), g)
@@ -89,7 +89,7 @@ def to_columns_reference(x: Tensor, factor: Tensor, norm: Norm | None) -> Tensor
 
 def transpose_rows_reference(data: Tensor) -> Tensor:
     M, N = data.shape
-    columns = data.new_zeros((N, padded(M)), dtype=torch.uint8)
+    columns = data.new_zeros((N, round_up(M)), dtype=torch.uint8)
     columns[:, :M] = data.view(torch.uint8).t()
     return columns.view(data.dtype)
 

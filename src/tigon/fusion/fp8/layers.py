@@ -1,0 +1,237 @@
+"""FP8 layers at run time: what each fused module holds, and when its call runs in FP8.
+
+A norm in front of FP8 layers returns `NormedRows`: the norm's result in e4m3, which projections and gated units
+multiply by as it is. Any other use of a NormedRows computes the norm in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, is_hooked
+from tigon.fusion.fp8.options import FP8
+from tigon.fusion.logits.deferred import Deferred, as_tensor
+from tigon.kernels import autocast_dtype
+from tigon.kernels.autograd import is_traced
+from tigon.ops.fp8.mlp import Stores, Unit, multiply_gated
+from tigon.ops.fp8.multiply import Products, multiply
+from tigon.ops.fp8.normed import Normed, norm_to_rows
+from tigon.ops.fp8.products import why_unsupported
+from tigon.ops.fp8.recipe import ALIGNMENT
+from tigon.ops.fp8.store import JointWeight
+from tigon.ops.rms_norm import rms_norm
+
+# Below these the quantisation takes more time than the products save.
+LEAST_TOKENS = 4096
+LEAST_WIDTH = 2048  # of the larger of a product's two widths
+LEAST_INNER = 1024  # of the smaller
+_sizes_count = True  # not a context variable: checkpoints run layers again in a thread of autograd
+
+
+@contextlib.contextmanager
+def ignore_sizes() -> Iterator[None]:
+    """Inside, small layers and calls with few tokens run in FP8, too: to measure numbers, not speed."""
+    global _sizes_count
+    before, _sizes_count = _sizes_count, False
+    try:
+        yield
+    finally:
+        _sizes_count = before
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class NormedRows(Deferred):
+    """The result of an RMS norm in e4m3 rows, in place of the tensor.
+
+    It lives within one decoder layer's forward, from the norm to the layers that read it.
+    """
+
+    fields = ("form", "normed", "patch", "tensor")
+
+    def __init__(self, normed: Normed, form: Any, patch: Patch) -> None:
+        self.normed, self.form, self.patch = normed, form, patch
+        self.tensor: Tensor | None = None
+
+    def build(self, why: str = "") -> Tensor:
+        if self.tensor is None:
+            state = self.patch.fp8
+            state.is_read = state.is_used  # rows that nothing multiplies by are not made again
+            norm = functools.partial(rms_norm, **self.form.options)
+            self.tensor = norm(self.normed.total, self.normed.norm.weight)
+            self.patch.ledger.recompute.note(self.tensor, norm, self.normed.total, self.normed.norm.weight)
+        return self.tensor
+
+    @property
+    def shape(self) -> Any:
+        return self.normed.handle.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor, which `build` computes."""
+        x, weight = self.normed.total.dtype, self.normed.norm.weight
+        return x if self.form.cast == "gemma" or weight is None else torch.promote_types(x, weight.dtype)
+
+    @property
+    def device(self) -> Any:
+        return self.normed.handle.device
+
+    @property
+    def ndim(self) -> int:
+        return self.normed.handle.dim()
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __repr__(self) -> str:
+        return f"NormedRows(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class FP8Norm:
+    """The state of a norm in front of FP8 layers.
+
+    is_used: whether a layer has multiplied by the rows of the last call. is_read: whether rows are made.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.is_read = True
+
+
+class FP8Group:
+    """Linear layers with one input that are multiplied in FP8 as one product.
+
+    store: their quantised copies.
+    """
+
+    def __init__(self, options: FP8) -> None:
+        self.store = JointWeight(options.weights)
+        self.products = Products(options.dw, options.sums == "exact")
+
+
+class FP8Unit:
+    """A gated unit in FP8: gate and up as one product, and down."""
+
+    def __init__(self, options: FP8, act: str) -> None:
+        self.stores = Stores(JointWeight(options.weights), JointWeight(options.weights))
+        self.unit = Unit(act, options.keep, Products(options.dw, options.sums == "exact"))
+
+
+# ------------------------------------------------------------------------------------------------------------- calls
+
+
+def norm_in_rows(norm: Any, patch: Patch, x: Tensor, residual: Tensor | None, is_forked: bool) -> Any:
+    """(the residual stream, NormedRows) for a norm in front of FP8 layers; None where the norm runs in bf16."""
+    state: FP8Norm | None = patch.fp8
+    if state is None or not state.is_read or why_not_here(x) or not patch.is_entire_call(norm):
+        return None
+    formula = patch.formula
+    weight = None if formula.weight is None else get_child(norm, formula.weight)
+    if weight is not None and type(weight) not in _PLAIN:
+        return None
+    form = formula.form(norm)
+    stream, normed = norm_to_rows(x, residual, weight, forked=is_forked, **form.options)
+    state.is_used = False
+    return stream, NormedRows(normed, form, patch)
+
+
+def multiply_in_fp8(group: FP8Group, modules: Sequence[Any], x: Any, ledger: Ledger) -> tuple[Tensor, ...] | None:
+    """The results of linear layers for x, a tensor or NormedRows; None where they run in bf16."""
+    source, operands = _read_operands(x, modules)
+    if source is None:
+        return None
+    group.store.is_versioned = _has_versions(ledger)
+    return multiply(source, group.store, *operands, group.products, ledger.recompute.checkpoint_hooks())
+
+
+def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledger) -> Tensor | None:
+    """A gated unit's result; None where the unit runs in bf16. modules: gate, up unless packed in gate, and down."""
+    source, operands = _read_operands(x, modules)
+    if source is None:
+        return None
+    weights, biases = operands
+    if len(modules) == 2:
+        weights.insert(1, None)
+        biases.insert(1, None)
+    for store in unit.stores:
+        store.is_versioned = _has_versions(ledger)
+    hooks = ledger.recompute.checkpoint_hooks()
+    return multiply_gated(source, unit.stores, tuple(weights), tuple(biases), unit.unit, hooks)
+
+
+def _has_versions(ledger: Ledger) -> bool:
+    """Whether each write to a parameter gives it a new version; libraries that shard parameters write without."""
+    if ledger.sharding_seen_at != ledger.steps:
+        ledger.sharding_seen_at, owner = ledger.steps, ledger.owner()
+        ledger.is_sharded = owner is not None and (
+            any(isinstance(m, FSDPModule) for m in owner.modules()) or hasattr(next(owner.parameters(), None), "ds_id")
+        )
+    return not ledger.is_sharded
+
+
+def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
+    """What to multiply, and the layers' weights and biases; (None, None) where a layer is not plain."""
+    # A tensor that other code has written into differs from the rows.
+    rows = x if isinstance(x, NormedRows) and (x.tensor is None or not x.tensor._version) else None
+    if rows is None:
+        x = as_tensor(x)
+    if why_not_here(rows.normed.handle if rows is not None else x):
+        return None, None
+    weights, biases = [], []
+    for module in modules:
+        state = vars(module) if type(module) is nn.Linear else {}
+        # A layer of its own in FP8 has a forward of ours.
+        if not state or is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
+            return None, None
+        weight, bias = state["_parameters"].get("weight"), state["_parameters"].get("bias")
+        if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN) or weight.device != x.device:
+            return None, None
+        weights.append(weight)
+        biases.append(bias)
+    if torch.nn.modules.module._has_any_global_hook():
+        return None, None
+    if rows is not None:
+        rows.patch.fp8.is_used = True
+        return rows.normed, (weights, biases)
+    narrow = autocast_dtype(x.device.type) or x.dtype
+    return (None, None) if narrow is not torch.bfloat16 else (x.to(narrow), (weights, biases))
+
+
+def why_not_here(x: Any) -> str:
+    """Why layers with the input x run in bf16 now, as a clause for the report; "" where they run in FP8."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or is_traced(x) or is_functorch_active():
+        return "torch.compile, a trace or a transform ran the layer"
+    if (autocast_dtype(x.device.type) or x.dtype) is not torch.bfloat16:
+        return f"its input was {str(x.dtype).removeprefix('torch.')}, and FP8 products give bf16"
+    tokens = x.numel() // max(x.shape[-1], 1)
+    if tokens < LEAST_TOKENS and _sizes_count:
+        return f"the call had fewer than {LEAST_TOKENS:,} tokens, too few for FP8 to pay"
+    return why_unsupported(x.device) if x.is_cuda else ""
+
+
+def why_layer_unfit(layers: Sequence[nn.Linear]) -> str:
+    """Why linear layers with one input stay in bf16, as a clause for the report; "" where they may run in FP8."""
+    for layer in layers:
+        weight = layer._parameters.get("weight")
+        if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
+            return "its weight is no plain parameter"
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}, and FP8 takes bf16 or fp32"
+        if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
+            return f"its sizes are no multiples of {ALIGNMENT}"
+    inner, outer = layers[0].in_features, sum(layer.out_features for layer in layers)
+    if _sizes_count and (max(inner, outer) < LEAST_WIDTH or min(inner, outer) < LEAST_INNER):
+        return "its product is too small for FP8 to pay"
+    return ""

@@ -1,0 +1,64 @@
+"""The options of FP8 layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Keep = Literal["bf16", "fp8"]
+Weights = Literal["auto", "use", "step"]
+WeightGradients = Literal["fp8", "bf16"]
+Sums = Literal["fast", "exact"]
+
+
+@dataclass(frozen=True)
+class FP8:
+    """How `tigon.fuse(model, fp8=…)` runs the linear layers inside decoder layers in FP8.
+
+    Args:
+        first, last: decoder layers at the two ends of the model that stay in bf16. The first layer makes more than half
+            of the gradient noise; the last layer makes little.
+        keep: dtype in which gate and up wait for the backward pass. "fp8" halves the largest activation.
+        weights: when weights are quantised. "use": before each product, and nothing is kept. "step": once until the
+            optimizer changes them, and both copies are kept: 2 bytes a parameter, for gradient accumulation. "auto":
+            frozen weights once, all others at each use.
+        dw: dtype of the products of weight gradients.
+        sums: "fast": the tensor cores' own accumulator. "exact": fp32 sums after every 128 terms, about 7 % slower
+            products.
+        skip: names, or parts of names, of layers that stay in bf16.
+    Raises: ValueError for a negative count or an unknown choice.
+    """
+
+    first: int = 1
+    last: int = 0
+    keep: Keep = "bf16"
+    weights: Weights = "auto"
+    dw: WeightGradients = "fp8"
+    sums: Sums = "fast"
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
+        for name, kind in (("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")
+        if isinstance(self.skip, str) or not all(isinstance(name, str) for name in self.skip):
+            raise ValueError(f"FP8: skip must be names of layers, got {self.skip!r}.")
+        object.__setattr__(self, "skip", tuple(self.skip))  # a list, as YAML gives, would not be hashable
+
+
+def parse_fp8(value: bool | FP8 | None) -> FP8 | None:
+    """The options that `fuse(fp8=…)` stands for.
+
+    Raises: ValueError for anything but True, False, None and an FP8.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return FP8()
+    if not isinstance(value, FP8):
+        raise ValueError(f"fuse: fp8 must be True, False or a tigon.FP8, got {value!r}.")
+    return value

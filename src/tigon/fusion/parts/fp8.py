@@ -1,0 +1,133 @@
+"""Linear layers inside decoder layers in FP8, with the norms in front of them.
+
+The part comes last: it looks at the norms, gated units and joined projections that other parts have fused, and tells
+them to run in FP8. A linear layer that stands alone, such as attention's output projection, gets a forward of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from tigon.fusion.engine.part import Part, Site, Stage, register
+from tigon.fusion.engine.patch import Patch, plain_forward
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.fp8.layers import FP8Group, FP8Norm, FP8Unit, multiply_in_fp8, why_layer_unfit, why_not_here
+from tigon.fusion.fp8.options import FP8
+from tigon.fusion.parts.mlp import Gated
+from tigon.fusion.parts.norm import is_rms_norm
+from tigon.fusion.parts.projections import find_groups
+
+
+class FP8Part(Part):
+    """The linear layers inside the model's decoder layers, but for the first and last."""
+
+    kind, stage, argument = "fp8", Stage.LAST, "fp8"
+    compiled = "fp8: layers run in bf16 under torch.compile."
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        options: FP8 | None = site.options.fp8
+        if options is None:
+            return
+        names = {id(m): name for name, m in module.named_modules()}
+        for layers in list_decoder_layers(module):
+            until = len(layers) - options.last
+            for i, layer in enumerate(layers):
+                if options.first <= i < until:
+                    self._fuse_layer(site, layer, options, names)
+                else:
+                    end = f"first {options.first}" if i < options.first else f"last {options.last}"
+                    site.record_skipped(
+                        self, layer, Reason(f"it is among the {end} decoder layers", "FP8(first=, last=)")
+                    )
+
+    def _fuse_layer(self, site: Site, layer: nn.Module, options: FP8, names: dict[int, str]) -> None:
+        def is_spared(*modules: nn.Module) -> bool:
+            return any(word in names.get(id(m), "") for m in modules for word in options.skip)
+
+        joined: set[int] = set()
+        for module in list(layer.modules()):
+            patch = site.find_patch(module)
+            formula = None if patch is None else patch.formula
+            if patch is not None and isinstance(formula, Gated) and formula.is_bare:
+                layers = [
+                    getattr(module, name) for name in (formula.gate, formula.up, formula.down) if name is not None
+                ]
+                joined |= {id(m) for m in layers}
+                if is_spared(module, *layers):
+                    continue
+                why = why_layer_unfit(layers[:-1]) or why_layer_unfit(layers[-1:])
+                if why:
+                    site.record_skipped(self, module, Reason(why))
+                    continue
+                patch.fp8 = FP8Unit(options, formula.act)
+                site.record_fused(self, module, "gate and up in one, down", key=("unit", type(module)))
+            elif patch is not None:
+                for group in _list_groups(patch, module):
+                    layers = [getattr(module, name) for name in group]
+                    joined |= {id(m) for m in layers}
+                    if is_spared(module, *layers):
+                        continue
+                    if why := why_layer_unfit(layers):
+                        site.record_skipped(self, module, Reason(why))
+                        continue
+                    patch.fp8 = {**(patch.fp8 or {}), group: FP8Group(options)}
+                    site.record_fused(self, module, f"{', '.join(group)} in one", key=group)
+        for module in list(layer.modules()):
+            if type(module) is nn.Linear and id(module) not in joined and not is_spared(module):
+                self._fuse_linear(site, module, options)
+        for module in list(layer.modules()):
+            patch = site.find_patch(module)
+            if patch is not None and is_rms_norm(module) and not patch.is_head_norm:
+                patch.fp8 = FP8Norm()
+
+    def _fuse_linear(self, site: Site, module: nn.Linear, options: FP8) -> None:
+        why = why_layer_unfit([module])
+        reason = Reason(why) if why else site.why_not(module)
+        if reason is not None:
+            site.record_skipped(self, module, reason)
+            return
+        patch = Patch(self, site.ledger)
+        patch.fp8 = FP8Group(options)
+        patch.key = "a layer of its own"
+        site.install(module, linear_forward, patch)
+        site.record_fused(self, module, "a layer of its own", key=patch.key)
+
+
+def linear_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    if not patch.ledger.active or kwargs or len(args) != 1:
+        return plain_forward(self, *args, **kwargs)
+    ys = multiply_in_fp8(patch.fp8, [self], args[0], patch.ledger)
+    if ys is None:
+        patch.ledger.count_fallback("fp8", patch.key, why_not_here(args[0]))
+        return plain_forward(self, *args)
+    patch.ledger.count("fp8", patch.key)
+    return ys[0]
+
+
+def list_decoder_layers(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The lists of like layers that a model runs one after another, the outermost only."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or id(module) in inside:
+            continue
+        layers = list(module.children())
+        if layers and all(type(m) is not nn.Linear and has_linear(m) for m in layers):
+            inside |= {id(m) for m in module.modules()}
+            yield layers
+
+
+def has_linear(module: nn.Module) -> bool:
+    return any(type(m) is nn.Linear for m in module.modules())
+
+
+def _list_groups(patch: Patch, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The groups of linear layers that a module's rewritten forward joins."""
+    is_joined = any(part is not None and part.kind == "linear" for part in (patch.part, *patch.rewritten_by))
+    return find_groups(module) if is_joined else ()
+
+
+register(FP8Part())

@@ -1,0 +1,139 @@
+"""Weights in e4m3 while they are needed: quantised at each use, or kept until a parameter changes.
+
+    policy    trainable weights                        frozen weights (no parameter requires a gradient)
+    "use"     quantised before y and before dx         likewise
+    "step"    both copies kept until a weight changes  likewise
+    "auto"    as "use"                                 as "step"
+
+A weight has changed if another tensor, other memory or another version stands in its place. In-place edits,
+`load_state_dict` and optimizers give a parameter a new version; writes through `parameter.data` do not. The largest
+magnitude is kept by the same rule under every policy, so that several micro-batches measure it once.
+
+In a CUDA graph no rule of the host runs in a replay: while a graph is captured, trainable weights are measured and
+quantised by the graph itself, in each replay. Frozen weights use the copies kept before the capture, which then stay as
+long as the `JointWeight`; a replay does not see later edits of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import is_captured
+from tigon.ops.fp8.recipe import Weight
+from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
+
+Policy = Literal["auto", "use", "step"]
+POLICIES = ("auto", "use", "step")
+
+
+class JointWeight:
+    """The e4m3 copies of one weight, or of several weights (Nᵢ, K) with one input, stacked and with one scale.
+
+    Holds no parameter alive, and no copies after `deepcopy` and pickling: they are a cache.
+
+    Args:
+        policy: see the module.
+        is_versioned: whether every write to a trainable parameter gives it a new version. FSDP2 and ZeRO-3 fill
+            gathered parameters without: then trainable weights are measured at each forward pass, and not kept.
+    """
+
+    __slots__ = ("__weakref__", "_captured", "_kept", "is_versioned", "policy")
+
+    def __init__(self, policy: Policy = "auto", *, is_versioned: bool = True) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"JointWeight: policy must be one of {POLICIES}, got {policy!r}.")
+        self.policy, self.is_versioned = policy, is_versioned
+        self._kept: Copies | None = None
+        self._captured: list[Copies] = []  # read by CUDA graphs: their memory must stay
+
+    def read(self, parameters: Sequence[Tensor]) -> Copies:
+        """The copies for a forward pass with these parameters, and for the backward pass that belongs to it."""
+        is_frozen = not any(p.requires_grad for p in parameters)
+        captured = is_captured(parameters[0])
+        recording = captured and torch.cuda.is_current_stream_capturing()
+        # Rehearsals of a capture must launch the capture's kernels; they may keep what frozen weights have.
+        is_usable = is_frozen or (self.is_versioned and not captured)
+        is_kept = is_usable and not recording
+        keeps = self.policy == "step" or (self.policy == "auto" and is_frozen)
+        kept = self._kept
+        if kept is not None and is_usable and kept.keeps == keeps and kept.is_current(parameters):
+            if recording and not any(kept is other for other in self._captured):
+                self._captured.append(kept)
+            return kept
+        found = Copies(parameters, keeps and is_kept)
+        if is_kept or not captured:
+            self._kept = found if is_kept else None
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that are kept now, also for CUDA graphs."""
+        others = [copies for copies in self._captured if copies is not self._kept]
+        return sum(copies.nbytes for copies in (self._kept, *others) if copies is not None)
+
+    def clear(self) -> None:
+        """Drop the copies. CUDA graphs that were captured before must not be replayed afterwards."""
+        self._kept = None
+        self._captured.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_joint_weight, (self.policy, self.is_versioned)
+
+
+def _make_joint_weight(policy: Policy, is_versioned: bool) -> JointWeight:
+    return JointWeight(policy, is_versioned=is_versioned)
+
+
+class Copies:
+    """Parameters' largest magnitude, and their e4m3 copies if they are kept. Callers pass the parameters each time."""
+
+    __slots__ = ("_marks", "_rows", "_tensors", "_transposed", "amax", "keeps")
+
+    def __init__(self, parameters: Sequence[Tensor], keeps: bool) -> None:
+        self.keeps = keeps
+        self._tensors = [weakref.ref(p) for p in parameters]
+        self._marks = [_mark(p) for p in parameters]
+        self.amax = measure_weights(parameters)
+        self._rows: Weight | None = None
+        self._transposed: Weight | None = None
+
+    def is_current(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the same parameters, unchanged."""
+        return len(parameters) == len(self._tensors) and all(
+            known() is p and mark is not None and mark == _mark(p)
+            for known, mark, p in zip(self._tensors, self._marks, parameters, strict=True)
+        )
+
+    def read_rows(self, parameters: Sequence[Tensor]) -> Weight:
+        """The weights as they are, stacked: (N, K)."""
+        rows = self._rows or quantize_weight(parameters, self.amax)
+        if self._may_keep():
+            self._rows = rows
+        return rows
+
+    def read_transposed(self, parameters: Sequence[Tensor]) -> Weight:
+        """Their transposition (K, N); or that of some of them, with the same scale."""
+        if len(parameters) < len(self._tensors):
+            return quantize_transposed(parameters, self.amax)
+        transposed = self._transposed or quantize_transposed(parameters, self.amax)
+        if self._may_keep():
+            self._transposed = transposed
+        return transposed
+
+    def _may_keep(self) -> bool:
+        # Memory of a graph holds a copy only after a replay.
+        return self.keeps and not (self.amax.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for weight in (self._rows, self._transposed) if weight is not None for t in weight)
+
+
+def _mark(p: Tensor) -> tuple[int, int] | None:
+    """A parameter's address and version; None for an inference tensor, which has no version."""
+    return None if p.is_inference() else (p.data_ptr(), p._version)
