@@ -36,7 +36,7 @@ def head_of(weight, options):
 
 
 def chunk_options_of(options):
-    found = taken(options, "chunk_bytes", "accumulate", "logits_dtype", "keep_bytes", "valid_tokens")
+    found = taken(options, "chunk_bytes", "accumulate", "logits_dtype", "keep_bytes", "valid_tokens", "fp8")
     for name in ("num_valid", "lengths"):
         if name in options:
             found["valid_tokens"] = options.pop(name)

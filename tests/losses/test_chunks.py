@@ -1,6 +1,7 @@
 """The chunk loop's arithmetic: how many rows, in which order, how many of them."""
 
 import importlib
+from dataclasses import replace
 
 import flat
 import pytest
@@ -252,7 +253,7 @@ def test_logits_with_a_bias_are_rounded_once(V, device):
     bias = torch.randn(V, device=device).bfloat16()
     exact = (x.double() @ weight.double().t() + bias.double()).bfloat16()
     head = Projection.cast(x, weight, bias, torch.bfloat16)
-    for of in (head, head._replace(both=append_bias(weight, bias))):
+    for of in (head, replace(head, both=append_bias(weight, bias))):
         out = empty_logits(50, V, x, torch.bfloat16)
         assert (of.logits(x, out) != exact).float().mean() < 0.02
 

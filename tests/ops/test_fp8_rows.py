@@ -5,7 +5,7 @@ import torch
 
 import tigon
 from tigon.ops.fp8.norm_rows import norm_rows
-from tigon.ops.fp8.recipe import E4M3, LEAST_SCALE, Norm
+from tigon.ops.fp8.recipe import E4M3, LEAST_SCALE, Norm, Rows
 from tigon.ops.fp8.reference import norm_again, norm_rows_reference, quantize_rows_reference
 from tigon.ops.fp8.rows import MAX_TILE, quantize_rows
 from tigon.ops.rms_norm import CASTS
@@ -158,3 +158,12 @@ def test_operators_are_registered(device):
     for residual in (None, x):
         arguments = (x, residual, None, 1e-5, 0.0, "llama")
         torch.library.opcheck(torch.ops.tigon.fp8_norm_rows.default, arguments, test_utils=utils)
+
+
+@pytest.mark.parametrize("width", [48, MAX_TILE + 40])
+def test_rows_are_written_where_they_are_wanted(width, device):
+    x = torch.randn(5, width, device=device).bfloat16()
+    out = Rows(torch.empty(7, width, device=device, dtype=E4M3)[1:6], torch.empty(7, 1, device=device)[1:6])
+    found = quantize_rows(x, out=out)
+    assert [t.data_ptr() for t in found] == [t.data_ptr() for t in out]
+    check(out, quantize_rows_reference(x))

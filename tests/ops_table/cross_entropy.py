@@ -223,6 +223,7 @@ LINEAR_CROSS_ENTROPY = Op(
         Bad(lambda: _bad_linear(weight=torch.ones(7, 4).half()), r"weight must have x's dtype torch.float32, got .*16"),
         Bad(_bad_linear, r"ChunkOptions: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
         Bad(_bad_linear, r"ChunkOptions: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
+        Bad(_bad_linear, r"linear_cross_entropy: fp8 goes with x in bf16, .*got torch.float32", {"fp8": True}),
     ),
     launches=("linear_cross_entropy_fwd", "linear_cross_entropy_bwd"),
     models=(

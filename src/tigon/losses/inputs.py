@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunks, count_spared_bytes
+from tigon.losses.head.fp8 import Fp8Projection
 from tigon.losses.head.head import Head, Projection, check_head, parse_head
 from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.operator import record
@@ -88,7 +89,7 @@ class WalkPlan(NamedTuple):
     """How a loss walks over a head's rows, as the operator takes the plan.
 
     budget: logits bytes per chunk. fp32: several chunks' dW are summed in fp32. valid: how many targets count,
-    −1 if the host does not know. softcap: 0 for none.
+    −1 if the host does not know. softcap: 0 for none. fp8: products in FP8.
     """
 
     compute: torch.dtype
@@ -101,6 +102,7 @@ class WalkPlan(NamedTuple):
     ignore_index: int
     softcap: float
     scale: float
+    fp8: bool = False
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
@@ -131,7 +133,10 @@ def make_chunks(
         labels = target
         if valid < 0 and x.device.type == "cpu":
             valid = int((target != plan.ignore_index).sum())  # on a CPU the count costs no synchronisation
-    head = Projection.cast(x, weight, bias, plan.compute)
+    if plan.fp8:
+        head: Projection = Fp8Projection.quantize(x, weight, bias, plan.need_dx)
+    else:
+        head = Projection.cast(x, weight, bias, plan.compute)
     known = None if valid < 0 else valid
     return Chunks(head, labels, plan.ignore_index, known, plan.budget if budget is None else budget, shards, dtype)
 
@@ -160,5 +165,5 @@ def plan_walk(
     fp32 = chunks.accumulate == "fp32"
     return WalkPlan(
         inputs.compute, budget, fp32, need_dx, need_dw, need_db, valid, inputs.ignore_index, inputs.softcap,
-        inputs.scale,
+        inputs.scale, chunks.fp8,
     )  # fmt: skip

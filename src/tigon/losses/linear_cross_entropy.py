@@ -18,6 +18,7 @@ from tigon.kernels import add_anchor, run_once_differentiable
 from tigon.losses.early_gradients import empty_gradients, save_gradients, scale_saved_gradients
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count, to_scalar
+from tigon.losses.head.fp8 import Fp8Gradients, check_fp8
 from tigon.losses.head.head import Head
 from tigon.losses.head.upstream import scale_gradients
 from tigon.losses.head.vocabulary_parallel import Shards
@@ -73,6 +74,9 @@ def linear_cross_entropy(
     the gradients: three matrix products in all, even if you never call backward; evaluate under `no_grad`. "none"
     recomputes the logits in the backward pass, since every row has its own upstream gradient.
 
+    `chunks=tigon.losses.ChunkOptions(fp8=True)` computes the products in FP8, on GPUs that multiply e4m3, and elsewhere
+    the same numbers slowly. Losses are then off by about 0.001, so use this option to train, and not to compare models.
+
     Replaces::
 
         loss = F.cross_entropy(F.linear(x, weight, bias).float(), target)
@@ -84,6 +88,8 @@ def linear_cross_entropy(
         raise ValueError(f"{name}: config.softcap and config.scale must be left out: pass them in a tigon.Head.")
     chunks.check_unused(name, "logits_dtype", "keep_bytes")
     inputs = parse_inputs(name, x, head, target, config.ignore_index, chunks.accumulate)
+    if chunks.fp8:
+        check_fp8(name, inputs.weight, inputs.compute, inputs.shards)
     labels, dtype, valid = inputs.labels, inputs.loss_dtype, chunks.read_valid_tokens(name)
     inverse = inverse_divisor(labels, inputs.ignore_index, reduction, config.divisor, dtype)
     if valid >= 0:
@@ -171,6 +177,10 @@ class _Options(NamedTuple):
         return self.reduction != "none"
 
     @property
+    def gradients(self) -> type[Gradients]:
+        return Fp8Gradients if self.plan.fp8 else Gradients
+
+    @property
     def early_plan(self) -> WalkPlan:
         """The plan of the forward pass."""
         return self.plan if self.early else self.plan._replace(need_dx=False, need_dw=False, need_db=False)
@@ -191,7 +201,7 @@ def _forward(tensors: _Tensors, options: _Options, shards: Shards | None) -> tup
     losses = x.new_empty(chunks.visited, dtype=plan.acc)
     # In fp16 the divisor would make gradients underflow: the backward pass applies the divisor in fp32.
     folded = None if plan.compute == torch.float16 or not options.early else inverse
-    _walk(chunks, losses, folded, Gradients.from_places(chunks, plan.needs, places), options)
+    _walk(chunks, losses, folded, options.gradients.from_places(chunks, plan.needs, places), options)
     # The fp32 sum is divided once. The gradients are divided already, except in fp16.
     loss = losses.sum() if options.early else chunks.scatter_to_batch(losses)
     return loss if inverse is None else loss * inverse, *places
@@ -244,10 +254,10 @@ def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shar
     plan = options.plan
     chunks = make_chunks(x, weight, bias, target, plan, shards)
     dx = x.new_empty(x.shape if plan.need_dx else (0,), dtype=plan.compute)
-    wide = weight.dtype != plan.compute or (plan.fp32 and chunks.count > 1)
+    wide = weight.dtype != plan.compute or (plan.fp32 and chunks.visited > chunks.held)
     dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw)
     db = x.new_empty(weight.shape[0] if plan.need_db else 0, dtype=plan.acc)
-    gradients = Gradients.from_places(chunks, plan.needs, (dx, dw, more, db))
+    gradients = options.gradients.from_places(chunks, plan.needs, (dx, dw, more, db))
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
     losses = torch.empty_like(rows)  # scratch: the kernel rewrites the losses together with the gradient
     _walk(chunks, losses, rows, gradients, options)
@@ -296,7 +306,7 @@ class _IntoMainGrad(torch.autograd.Function):
         dx = x.new_empty(x.shape, dtype=options.plan.compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
         factor = upstream if inverse is None else upstream * inverse
-        _walk(chunks, losses, factor, Gradients(chunks, dx, [main_grad], db, add=True), options)
+        _walk(chunks, losses, factor, options.gradients(chunks, dx, [main_grad], db, add=True), options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()
         ctx.save_for_backward(dx, db, upstream)

@@ -68,7 +68,7 @@ def linear_logprob(
     if is_sharded(head.weight, head.group):
         lora_a, lora_b = localize_adapter(name, lora_a, lora_b)
     check_positive(name, temperature=temperature)
-    chunks.check_unused(name, "logits_dtype")
+    chunks.check_unused(name, "logits_dtype", "fp8")
     beside = ("lora A", lora_a), ("lora B", lora_b)
     inputs = parse_inputs(name, x, head._replace(lora=None), target, ignore_index, chunks.accumulate, beside=beside)
     V, H = inputs.weight.shape

@@ -55,7 +55,7 @@ def token_loss(
     name = name or family.key
     head = parse_head(name, head)
     check_positive(name, temperature=temperature)
-    chunks.check_unused(name, "logits_dtype", "keep_bytes")
+    chunks.check_unused(name, "logits_dtype", "keep_bytes", "fp8")
     inputs = parse_inputs(name, x, head, target, ignore_index, chunks.accumulate, sequences=True)
     x, target = inputs.x, inputs.target
     theirs: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)

@@ -173,7 +173,7 @@ class _Teacher(NamedTuple):
 def _parse_student(
     name: str, x: Tensor, head: Head, target: Tensor | None, config: Distill, chunks: ChunkOptions
 ) -> HeadInputs:
-    chunks.check_unused(name, "keep_bytes")
+    chunks.check_unused(name, "keep_bytes", "fp8")
     if target is None and (config.hard_weight or chunks.valid_tokens is not None):
         field = "hard_weight" if config.hard_weight else "chunks.valid_tokens"
         raise ValueError(f"{name}: {field} goes with a target, got None.")

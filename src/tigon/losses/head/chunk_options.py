@@ -1,4 +1,4 @@
-"""How a head loss walks over tokens: options that change the cost, and not the result."""
+"""How a head loss walks over tokens: options that change the cost, and the result by rounding alone."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class ChunkOptions:
             dtype.
         keep_bytes: for `tigon.linear_logprob`: logits bytes kept from the forward to the backward pass, beyond the last
             chunk. Kept logits are not recomputed; keeping all saves a fourth of the products.
+        fp8: for `tigon.linear_cross_entropy`: all three products in FP8, for products in bf16, H divisible by 16, and
+            all classes on each device. The weight is rounded to e4m3 on every call, twice if x gets a gradient: 2 bytes
+            per weight on top, until the call ends. Gradients have a relative error of 0.005 to 0.025.
     Raises: ValueError for values that do not fit.
     """
 
@@ -38,6 +41,7 @@ class ChunkOptions:
     accumulate: Literal["fp32", "weight"] = "fp32"
     logits_dtype: torch.dtype | None = None
     keep_bytes: int = 0
+    fp8: bool = False
 
     # Checked here, so that the traceback points at the line that wrote the value, not at a later loss call.
     def __post_init__(self) -> None:

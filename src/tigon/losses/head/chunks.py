@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tigon.kernels import cdiv
 from tigon.losses.head.head import Projection, logit_bytes, select_rows
 from tigon.losses.head.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.linear import weight_gradient
@@ -153,7 +154,7 @@ class Chunks:
         shards: this device's classes, if the head is split over several devices.
         dtype: the logits' dtype; the compute dtype by default.
 
-    `room`, if set, is the buffer in which the logits must lie.
+    `room`, if set, is the buffer in which the logits must lie. size: rows per chunk. held: rows per product of dW.
     """
 
     def __init__(
@@ -179,8 +180,13 @@ class Chunks:
 
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
         self.visited = visited
-        self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
-        self.count = -(-visited // self.size) if visited else 0
+        self.size = self.held = chunk_rows(visited, row_bytes, budget) if visited else 0
+        if self.head.parts > 1:
+            # Within the budget: logits of few rows, and gradients, half as large, of many.
+            rows = visited if self.size == visited else max(128, budget // row_bytes // 128 * 128)
+            self.size = min(rows, cdiv(rows, 128 * self.head.parts) * 128)
+            self.held = max(rows, 2 * (rows - self.size))
+        self.count = cdiv(visited, self.size) if visited else 0
 
     def subset(self, rows: Tensor | slice, most: int) -> Chunks:
         """The walk over some rows, in batch order, in chunks with about `most` rows at most."""
@@ -202,7 +208,7 @@ class Chunks:
     def __iter__(self) -> Iterator[Chunk]:
         room = self.room
         if room is None:
-            room = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
+            room = self.head.empty_logits(self.size, self.dtype)
         return self.iterate_forward(room)
 
     def iterate_forward(self, room: Tensor) -> Iterator[Chunk]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.kernels import autocast_dtype, check_tensors
-from tigon.ops.linear.padded_product import class_blocks, needs_padding, product_into
+from tigon.ops.linear.padded_product import class_blocks, empty_logits, needs_padding, product_into
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -138,13 +139,18 @@ def append_bias(weight: Tensor, bias: Tensor) -> Tensor:
     return both
 
 
-class Projection(NamedTuple):
-    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `append_bias`, where needed."""
+@dataclass
+class Projection:
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `append_bias`, where needed.
+
+    parts: chunks are so many times smaller than their memory allows.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     both: Tensor | None = None
+    parts: ClassVar[int] = 1
 
     @classmethod
     def cast(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Projection:
@@ -154,6 +160,9 @@ class Projection(NamedTuple):
             # Unless the result is contiguous, PyTorch rounds a GPU's product before adding the bias, and then again.
             both = append_bias(weight, bias)
         return cls(x, weight, bias, both)
+
+    def empty_logits(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return empty_logits(rows, self.weight.shape[0], self.x, dtype)
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
         """out (n, V) ← x Wᵀ (+ bias) for n rows; out may be fp32 with half-precision factors."""

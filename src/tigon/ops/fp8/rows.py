@@ -28,18 +28,23 @@ from tigon.ops.fp8.reference import quantize_rows_reference
 MAX_TILE = 16384
 
 
-def quantize_rows(x: Tensor, *beside: Tensor) -> Rows:
+def quantize_rows(x: Tensor, *beside: Tensor, out: Rows | None = None) -> Rows:
     """Round rows to e4m3 with a scale each; several tensors side by side, such as dq, dk and dv, share the scale.
 
     Args:
         x: (M, N), bf16, fp16 or fp32; rows may be further apart than N.
         beside: at most two more tensors, with M rows and their own widths and strides.
+        out: the result's memory, contiguous; not under torch.compile.
     Returns: data (M, N), N the sum of the widths, and scale (M, 1). A row with inf has an infinite scale, and inf
         becomes NaN; a row with NaN is NaN throughout.
     """
     if not use_triton(x, *beside):
-        return quantize_rows_reference(x, *beside)
-    return Rows(*_fp8_rows(x, *beside))
+        rows = quantize_rows_reference(x, *beside)
+        return rows if out is None else Rows(out.data.copy_(rows.data), out.scale.copy_(rows.scale))
+    if out is None:
+        return Rows(*_fp8_rows(x, *beside))
+    _write_rows(out, x, *beside)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -135,9 +140,15 @@ def _fp8_rows_fake(x: Tensor, b: Tensor | None = None, c: Tensor | None = None) 
 @launcher(_fp8_rows_fake)
 def _fp8_rows(x: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     data, scale = _fp8_rows_fake(x, b, c)
+    _write_rows(Rows(data, scale), x, b, c)
+    return data, scale
+
+
+def _write_rows(out: Rows, x: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> None:
+    data, scale = out
     M, N = data.shape
     if not data.numel():
-        return data, scale
+        return
     if N > MAX_TILE:
         x, b, c = torch.cat([t for t in (x, b, c) if t is not None], 1) if b is not None else view_rows(x), None, None
         block, warps = _wide_tile()
@@ -145,7 +156,7 @@ def _fp8_rows(x: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> tu
             _quantize_wide_rows_kernel, (M, N, x.stride(0), x.dtype), (x, data, scale),
             lambda: (M, (N, x.stride(0), block), {"num_warps": warps}),
         )  # fmt: skip
-        return data, scale
+        return
     parts = [None if t is None else view_rows(t) for t in (x, b, c)]
     widths = [0 if t is None else t.shape[1] for t in parts]
     strides = [0 if t is None else t.stride(0) for t in parts]
@@ -157,4 +168,3 @@ def _fp8_rows(x: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> tu
 
     key = (M, *widths, *strides, *[None if t is None else t.dtype for t in parts])
     launch(_quantize_rows_kernel, key, (*parts, data, scale), plan)
-    return data, scale
