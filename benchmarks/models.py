@@ -33,7 +33,7 @@ from tigon.presets import PRESETS
 # activations in host memory, and FP8.
 CHOSEN = (
     "compile-causal", "compile-layers", "tigon-none", "tigon-product", "tigon-cheap", "tigon-mlp", "tigon-offload",
-    "tigon-fp8", "tigon-fp8-keep",
+    "tigon-fp8", "tigon-fp8-keep", "tigon-fp8-head",
 )  # fmt: skip
 ORDER = ("floor", "hf", "compile", *CHOSEN[:2], "liger", "tigon", "tigon-compile", *CHOSEN[2:])
 

@@ -114,10 +114,10 @@ def _tigon_compile(model: PreTrainedModel) -> None:
     _compile(model)
 
 
-def _tigon_fp8_keep(model: PreTrainedModel) -> None:
+def _tigon_fp8(model: PreTrainedModel, **options: Any) -> None:
     from tigon import FP8
 
-    _tigon(model, fp8=FP8(keep="fp8"))
+    _tigon(model, fp8=FP8(**options))
 
 
 # How each side changes the plain model.
@@ -132,8 +132,9 @@ SIDES: dict[str, Callable[[Any], None]] = {
     # Fused models at levels of recompute that do not look at the batch.
     **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "cheap", "mlp")},
     "tigon-offload": functools.partial(_tigon, recompute="mlp", offload=True),
-    "tigon-fp8": functools.partial(_tigon, fp8=True),
-    "tigon-fp8-keep": _tigon_fp8_keep,
+    "tigon-fp8": _tigon_fp8,
+    "tigon-fp8-keep": functools.partial(_tigon_fp8, keep="fp8"),
+    "tigon-fp8-head": functools.partial(_tigon_fp8, head=True),
 }
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 

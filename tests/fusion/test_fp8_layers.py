@@ -108,6 +108,17 @@ def test_choices_stay_near(choice):
     assert compute_noise(fuse_with(**choice)) < 1.05 * compute_noise(fuse_with())
 
 
+def test_the_head_on_request():
+    models = make(), make()
+    for model, head in zip(models, (False, True), strict=True):
+        tigon.fuse(model, fp8=tigon.FP8(first=3, head=head))
+    (loss, one), (fp8_loss, other) = (step(model) for model in models)
+    assert loss != fp8_loss
+    assert abs(loss - fp8_loss) < 0.01
+    truth, found = one["lm_head.weight"].float(), other["lm_head.weight"].float()
+    assert 0 < (found - truth).norm() < 0.05 * truth.norm()
+
+
 def test_remove_restores_every_bit():
     model = make()
     before = step(model)

@@ -48,6 +48,7 @@ class Ledger:
     adviser: returns the warning about a library that computes the loss itself; called once, at the first step with
         gradients and without labels.
     recompute: which activations the backward pass recomputes instead of keeping them.
+    fp8_head: whether the head's loss multiplies in FP8 where it can.
     is_sharded: whether a library shards the parameters, as of the step `sharding_seen_at`.
 
     A `Call` belongs to a single thread: threads may run one model at the same time, as in torch.nn.DataParallel.
@@ -68,6 +69,7 @@ class Ledger:
         self.adviser: Callable[[], str] | None = None
         self.adapters_before = 0
         self.is_sharded, self.sharding_seen_at = False, -1
+        self.fp8_head = False
         self._calls = _Calls()
         self.lock = threading.RLock()
         self._running = 0
@@ -184,7 +186,7 @@ class Ledger:
             return self
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
         copied.active, copied.check_arguments = self.active, self.check_arguments
-        copied.has_entrance, copied.adviser = self.has_entrance, self.adviser
+        copied.has_entrance, copied.adviser, copied.fp8_head = self.has_entrance, self.adviser, self.fp8_head
         memo[id(self)] = copied
         copied.around = copy.deepcopy(self.around, memo)
         return copied

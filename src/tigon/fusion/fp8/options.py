@@ -18,6 +18,7 @@ class FP8:
     Args:
         first, last: decoder layers at the two ends of the model that stay in bf16. The first layer makes more than half
             of the gradient noise; the last layer makes little.
+        head: multiply in FP8 in the loss of the head, too: `tigon.losses.ChunkOptions(fp8=True)`.
         keep: dtype in which gate and up wait for the backward pass. "fp8" halves the largest activation.
         weights: when weights are quantised. "use": before each product, and nothing is kept. "step": once until the
             optimizer changes them, and both copies are kept: 2 bytes a parameter, for gradient accumulation. "auto":
@@ -31,6 +32,7 @@ class FP8:
 
     first: int = 1
     last: int = 0
+    head: bool = False
     keep: Keep = "bf16"
     weights: Weights = "auto"
     dw: WeightGradients = "fp8"
@@ -42,6 +44,8 @@ class FP8:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
+        if not isinstance(self.head, bool):
+            raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
         for name, kind in (("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")

@@ -18,6 +18,7 @@ from tigon.kernels import autocast_dtype
 from tigon.kernels.autocast import autocast_as
 from tigon.losses.choices import choice_logits
 from tigon.losses.head.chunk_options import ChunkOptions
+from tigon.losses.head.fp8 import why_unfit
 from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob
@@ -240,10 +241,16 @@ class Recipe:
         )
         with self.gather(), autocast_as(device, self.autocast):
             head = self._check_head()
-            chunks = ChunkOptions(valid_tokens=valid)
+            chunks = ChunkOptions(valid_tokens=valid, fp8=self._is_fp8(head))
             loss = linear_cross_entropy(self.hidden, head, target, config=config, chunks=chunks)
         self._count()
         return self.hand_on(loss.to(dtype))
+
+    def _is_fp8(self, head: Head) -> bool:
+        """Whether the loss multiplies in FP8."""
+        if not self.ledger.fp8_head or type(head.weight) not in (Tensor, torch.nn.Parameter):
+            return False
+        return not why_unfit(head.weight, autocast_dtype(self.hidden.device.type) or self.hidden.dtype)
 
     def logprob(self, target: Tensor, temperature: float) -> LogProb:
         """The targets' `linear_logprob` results, for a weight that stays in memory."""

@@ -31,6 +31,7 @@ class FP8Part(Part):
         options: FP8 | None = site.options.fp8
         if options is None:
             return
+        site.ledger.fp8_head = options.head
         names = {id(m): name for name, m in module.named_modules()}
         for layers in list_decoder_layers(module):
             until = len(layers) - options.last

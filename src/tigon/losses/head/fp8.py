@@ -44,14 +44,19 @@ BLOCK_BYTES = 2**26
 
 def check_fp8(name: str, weight: Tensor, compute: torch.dtype, shards: Shards | None) -> None:
     """Raise a ValueError where a head cannot multiply in FP8."""
-    if shards is not None:
-        raise ValueError(f"{name}: fp8 goes with all classes on each device, got {shards.describe()}.")
+    why = f"all classes on each device, got {shards.describe()}." if shards is not None else why_unfit(weight, compute)
+    if why:
+        raise ValueError(f"{name}: fp8 goes with {why}")
+
+
+def why_unfit(weight: Tensor, compute: torch.dtype) -> str:
+    """What a head with this weight lacks for FP8 products, behind "fp8 goes with"; "" for nothing."""
     if compute != torch.bfloat16:
-        raise ValueError(f"{name}: fp8 goes with x in bf16, or under autocast to bf16, got {compute}.")
+        return f"x in bf16, or under autocast to bf16, got {compute}."
     if weight.shape[1] % ALIGNMENT or not weight.numel():
-        raise ValueError(f"{name}: fp8 goes with a width H divisible by {ALIGNMENT}, got weight {tuple(weight.shape)}.")
-    if weight.is_cuda and (reason := why_unsupported(weight.device)):
-        raise ValueError(f"{name}: fp8 goes with a device that multiplies e4m3, got {weight.device}: {reason}")
+        return f"a width H divisible by {ALIGNMENT}, got weight {tuple(weight.shape)}."
+    reason = why_unsupported(weight.device) if weight.is_cuda else ""
+    return f"a device that multiplies e4m3, got {weight.device}: {reason}" if reason else ""
 
 
 @dataclass(kw_only=True)
