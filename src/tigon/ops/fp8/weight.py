@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tigon.kernels import Plan, cdiv, jit, launch, launcher, tl, use_triton
 from tigon.kernels.tiles.fp8 import compute_scale_tile, join_words
+from tigon.ops.fp8.columns import transpose_rows
 from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Weight
 from tigon.ops.fp8.reference import quantize_weight_reference
 
@@ -33,11 +34,19 @@ def quantize_weight(parts: Sequence[Tensor], amax: Tensor) -> Weight:
 
 def quantize_transposed(parts: Sequence[Tensor], amax: Tensor) -> Weight:
     """The transposition (K, N) of `quantize_weight`, the same bytes."""
-    if use_triton(amax, *parts) and all(len(part) % ALIGNMENT == 0 for part in parts):
+    if use_triton(amax, *parts) and all(_is_read_whole(part) for part in parts):
         return Weight(*_fp8_transposed(amax, list(parts)))
-    # No product takes such a weight.
     weight = quantize_weight(parts, amax)
-    return Weight(weight.data.t().contiguous(), weight.scale[:1].expand(weight.data.shape[1]).contiguous())
+    N, K = weight.data.shape
+    return Weight(transpose_rows(weight.data)[:, :N].contiguous(), weight.scale[:1].expand(K).contiguous())
+
+
+def _is_read_whole(part: Tensor) -> bool:
+    """Whether `_transpose_weight_kernel` reads eight numbers a thread.
+
+    With fewer, as of fp32, Triton 3.6 compiles the kernel to wrong bytes on sm_90.
+    """
+    return part.element_size() == 2 and part.shape[1] % ALIGNMENT == 0 and len(part) % ALIGNMENT == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
