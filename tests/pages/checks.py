@@ -51,6 +51,18 @@ def export_no_lirank():
     rank.export = lambda ranker, folder: (Path(folder),)
 
 
+@before("how-it-works/recompute.md", "how-to/long-context.md", "how-to/lora.md")
+def name_checkpointing_as_today():
+    """Before transformers 5.23 the method has another name, which how-to/memory.md tells."""
+    from transformers import PreTrainedModel
+
+    def enable(self, activation_checkpointing_kwargs=None):
+        self.gradient_checkpointing_enable(gradient_checkpointing_kwargs=activation_checkpointing_kwargs)
+
+    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        PreTrainedModel.activation_checkpointing_enable = enable
+
+
 # ------------------------------------------------------------------------------------------------------------- training
 
 

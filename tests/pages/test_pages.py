@@ -92,8 +92,10 @@ def test_the_code_of_a_page_runs(page, read_aloud):
     # Tables of commands fold to 80 columns, and none cuts a cell.
     table = [line for line in result.stdout.splitlines() if line.startswith(("│", "┃"))]
     assert not [line for line in table if re.search("… *[│┃]", line) or len(line) > 80]
-    # Warnings of other libraries about each other are theirs.
-    assert not re.findall(r"^.*(?:\.md|src/tigon/\S+):\d+: \w*Warning: .*", result.stderr, re.MULTILINE)
+    # Warnings of other libraries about each other are theirs. Before 2.13 torch also warns, once in a process, about
+    # checks that the call has switched off explicitly.
+    warned = re.findall(r"^.*(?:\.md|src/tigon/\S+):\d+: \w*Warning: .*", result.stderr, re.MULTILINE)
+    assert not [line for line in warned if "Sparse invariant checks are implicitly disabled" not in line]
 
 
 def test_blocks_that_are_not_run_say_why():

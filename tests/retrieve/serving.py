@@ -199,8 +199,10 @@ class Process:
         command = [sys.executable, "-m", "tigon", "retrieve", "serve", str(folder), "--port", "0", *options]
         env = os.environ | {"PYTHONPATH": SRC, "TIGON_API_KEY": "k"}
         self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-        line = self.process.stderr.readline()
-        assert " at http://127.0.0.1:" in line, line + self.process.stderr.read()
+        said = []  # a library may warn first
+        while " at http://127.0.0.1:" not in (line := self.process.stderr.readline()):
+            assert line, "".join(said)
+            said.append(line)
         port = line.partition(" at http://127.0.0.1:")[2].partition(" ")[0]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": "k"}, timeout=60)
 
