@@ -63,6 +63,9 @@ WARP = {"cuda": 32, "hip": 64}
 LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
 STORE = re.compile(r"st\.global[.\w:]*")
 WIDE_LOAD = re.compile(r"\.v(4\.[bfus]32|2\.[bfus]64|8\.b16)$|, (0x10|16)$")
+# A pair of e4m3 numbers as the lower half of a word, and the register of the upper half. ptxas before 13.0 compiles
+# later uses of the pair to wrong bytes where nothing is ever written to the upper half.
+PACK = re.compile(r"mov\.b32\s+%r\d+, \{%rs\d+, (%rs\d+)\}")
 # An exponential with its argument, and any fp32 instruction with its result.
 EXPONENTIAL = re.compile(r"ex2\.approx\S*\s+%\w+, (%\w+);")
 OF_FP32 = re.compile(r"\b([a-z]\w*)\.\S*f32\s+(%\w+),")
@@ -166,6 +169,15 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
+def undefined_halves(ptx: str) -> int:
+    """The number of pairs of e4m3 numbers that are widened with a register that nothing writes to."""
+    if "e4m3x2" not in ptx:
+        return 0
+    written = set(re.findall(r"^\s*(?:@%p\d+ )?[a-z][\w.:]*\s+\{?(%rs\d+)", ptx, re.MULTILINE))
+    written |= {half for pair in re.findall(r"mov\.b32\s+\{(%rs\d+, %rs\d+)\}", ptx) for half in pair.split(", ")}
+    return sum(half not in written for half in PACK.findall(ptx))
+
+
 def exponentials(ptx: str) -> dict[str, int]:
     """The number of exponentials by the instruction that computes their argument: {"fma": 128, "sub": 8}."""
     made_by = {result: instruction for instruction, result in OF_FP32.findall(ptx)}
@@ -181,7 +193,7 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     counts: dict[str, Any] = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
     stores = [bool(WIDE_LOAD.search(store)) for store in STORE.findall(asm["ptx"])]
     counts |= {"wide_stores": sum(stores), "narrow_stores": len(stores) - sum(stores)}
-    counts |= {"exponentials": exponentials(asm["ptx"])}
+    counts |= {"exponentials": exponentials(asm["ptx"]), "undefined_halves": undefined_halves(asm["ptx"])}
     return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
 
 

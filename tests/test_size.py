@@ -12,7 +12,7 @@ LINES = {  # to the next 50
     "src/tigon/cli": 3700,
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 9700,
+    "src/tigon/fusion": 9750,
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 3750,
     "src/tigon/kernels": 1850,
@@ -22,7 +22,7 @@ LINES = {  # to the next 50
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 64850,
+    "tests": 64950,
     "benchmarks": 15700,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

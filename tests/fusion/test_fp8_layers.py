@@ -1,11 +1,13 @@
 """fuse(fp8=…): the layers that run in FP8, their gradients, and everything that must not change."""
 
 import copy
+import functools
 import gc
 import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import tigon
 
@@ -147,6 +149,43 @@ def test_the_same_bits_when_recomputed(change):
     (loss, kept), (again_loss, again) = (step(model) for model in models)
     assert torch.equal(loss, again_loss)
     assert all(torch.equal(kept[n], again[n]) for n in kept)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "olmo2", "deepseek_v3"])
+def test_norms_that_other_code_reads_are_recomputed(family):
+    models = make(family), make(family)
+    models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for model in models:
+        tigon.fuse(model, fp8=WHOLE)
+    for _ in range(2):
+        (loss, kept), (again_loss, again) = (step(model, family) for model in models)
+        assert torch.equal(loss, again_loss)
+        assert difference(again, kept) < 0.05  # norms before experts: their rows are made while checkpoints run alone
+
+
+def test_a_reentrant_checkpoint_inside_a_layer_raises():
+    model = make()
+    for layer in model.model.layers:
+        layer.mlp.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.mlp.forward, use_reentrant=True)
+    tigon.fuse(model, fp8=WHOLE)
+    with pytest.raises(RuntimeError, match="fuse: a decoder layer hands the result of a norm in FP8 to a reentrant"):
+        step(model)
+
+
+def test_a_reader_without_gradients_does_not_cut_the_graph():
+    models = make(), make()
+
+    def read(module, args):
+        with torch.no_grad():
+            args[0].float().norm()
+
+    for layer in models[1].model.layers:
+        layer.mlp.register_forward_pre_hook(read)
+    for model in models:
+        tigon.fuse(model, fp8=tigon.FP8(first=0, skip=["mlp"]))
+    (_, one), (_, other) = (step(model) for model in models)
+    assert one.keys() == other.keys()
+    assert difference(other, one) < 0.02
 
 
 @pytest.mark.parametrize("options", [{"recompute": "mlp"}, {"recompute": "none"}, {"recompute": "cheap"}], ids=str)
@@ -332,3 +371,14 @@ def test_families(family):
 def test_bad_options_get_a_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_layers_with_adapters_stay():
+    """PEFT merges into a base layer's weight without a new version, so a kept copy would go on without the adapter."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"]))
+    fusion = tigon.fuse(model, fp8=WHOLE)
+    left = [row for row in rows(fusion, fused=False) if "adapter" in row.what]
+    assert sum(row.count for row in left) == 9
+    assert not any("_tigon" in vars(m) for name, m in model.named_modules() if name.endswith("base_layer"))
+    step(model)

@@ -47,7 +47,7 @@ def test_it_takes_the_place_of_a_linear_layer(products, device):
     assert layer.state_dict().keys() == linear.state_dict().keys()
     x = torch.randn(4, 32, device=device).to(torch.bfloat16).requires_grad_()
     layer(x).sum().backward()
-    assert layer.copies.nbytes > 0  # a frozen weight is quantised once
+    assert layer.copies.nbytes == 0  # PEFT may merge into a frozen weight without a new version
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.copies.nbytes == 0
         assert torch.equal(other(x), layer(x))

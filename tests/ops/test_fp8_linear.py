@@ -646,3 +646,22 @@ def test_devices_without_fp8_products(monkeypatch):
     assert [bool(sentence) for sentence in found] == [True] * 6 + [False, True]
     assert "got 8.9" in found[0]
     assert "CUDA 12.9 or later" in found[4]
+
+
+def test_parts_of_a_larger_buffer_are_quantised_anew(device):
+    """Some optimizers write to a buffer of all parameters: versions and addresses of its parts stay."""
+    buffer = torch.randn(2 * 64 * 64, device=device).to(torch.bfloat16)
+    weight = Parameter(torch.empty(0, dtype=torch.bfloat16, device=device))
+    weight.data = buffer[: 64 * 64].view(64, 64)
+    store, x = JointWeight("step"), draw(17, 64, device=device)
+    before = multiply(x, store, [weight], [None], Products())[0]
+    buffer.mul_(2)
+    assert torch.equal(multiply(x, store, [weight], [None], Products())[0], 2 * before)
+
+
+def test_parameters_can_be_swapped(device):
+    weight, other = (Parameter(draw(64, 64, device=device)) for _ in range(2))
+    store, x = JointWeight("step"), draw(17, 64, device=device)
+    before = multiply(x, store, [weight], [None], Products())[0]
+    torch.utils.swap_tensors(weight, other)
+    assert not torch.equal(multiply(x, store, [weight], [None], Products())[0], before)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from tigon.ops.acts import ACTS
 from tigon.ops.fp8 import mlp, multiply
+from tigon.ops.fp8.gated_rows import gated_rows
 from tigon.ops.fp8.mlp import Stores, Unit, multiply_gated
 from tigon.ops.fp8.multiply import Products
 from tigon.ops.fp8.normed import norm_to_rows
@@ -329,17 +330,17 @@ def test_gate_and_up_are_released_early(device, monkeypatch):
     weights, biases = draw_layers(device)
     seen, kept = [], []
 
-    def pack(t):
-        kept.append(t)
-        return t
+    def round_rows(gate_up, *a):
+        kept.append(gate_up)
+        return gated_rows(gate_up, *a)
 
     def differentiate(*a):
-        seen.extend(t.untyped_storage().nbytes() for t in kept if t.shape == (21, 2 * N))
+        seen.extend(t.untyped_storage().nbytes() for t in kept)
         return multiply.differentiate_weights(*a)
 
     monkeypatch.setattr(mlp, "differentiate_weights", differentiate)
-    with saved_tensors_hooks(pack, lambda t: t):
-        y = multiply_gated(x, stores(), weights, biases, UNITS[0])
+    monkeypatch.setattr(mlp, "gated_rows", round_rows)
+    y = multiply_gated(x, stores(), weights, biases, UNITS[0])
     y.backward(torch.ones_like(y), retain_graph=True)
     y.backward(torch.ones_like(y))
     assert seen == [21 * 2 * N * 2, 0]
@@ -378,3 +379,13 @@ def test_a_bad_call_gets_a_sentence(change, sentence):
         tigon.fp8.gated_mlp(**given | change)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tile_bytes'"):
         tigon.fp8.gated_mlp(**given, tile_bytes=3)
+
+
+def test_memory_that_hooks_hold_stays(device):
+    held = []
+    with saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        weights, biases = draw_layers(device)
+        y = multiply_gated(draw(17, H, device=device), stores(), weights, biases, Unit())
+    y.sum().backward()
+    assert held
+    assert all(t.untyped_storage().nbytes() for t in held if t.numel())

@@ -37,6 +37,7 @@ def measure_noise(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[list[N
     """
     from tigon import FP8, fuse
     from tigon.fusion.fp8.layers import ignore_sizes
+    from tigon.fusion.parts.fp8 import list_decoder_layers
 
     groups = _name_layers(model)
     exact = _compute_gradients(model, ids, labels)
@@ -44,12 +45,13 @@ def measure_noise(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[list[N
     plain = _measure(_compute_gradients(narrow, ids, labels), exact, groups)
     found: dict[int, dict[str, float]] = {}
     left: list[str] = []
-    for first in FIRST[: max(len(groups) - 1, 1)]:
+    deepest = max((len(layers) for layers in list_decoder_layers(model)), default=1)
+    for first in FIRST[: max(deepest - 1, 1)]:
         with ignore_sizes(), fuse(narrow, fp8=FP8(first=first)) as fusion:
             found[first] = _measure(_compute_gradients(narrow, ids, labels), exact, groups)
             rows = [row for row in fusion.report().rows if row.kind == "fp8"]
         if not any(row.calls for row in rows):
-            reasons = sorted({row.idle or row.what for row in rows}) or ["the model has no decoder layers"]
+            reasons = sorted({row.idle or row.what for row in rows}) or ["no list of layers has a torch.nn.Linear"]
             raise Problem(f"verify --fp8: no layer ran in FP8: {'; '.join(reasons)}")
         left = left or sorted({f"{row.name}: {row.what}" for row in rows if not row.fused and "first" not in row.what})
     return [Noise(name, plain[name], {first: of[name] for first, of in found.items()}) for name in plain], left
@@ -75,7 +77,7 @@ def _compute_gradients(model: nn.Module, ids: Tensor, labels: Tensor) -> dict[st
 def _measure(gradients: dict[str, Tensor], exact: dict[str, Tensor], groups: dict[str, list[str]]) -> dict[str, float]:
     squares = {}
     for layer, names in groups.items():
-        pairs = [(gradients[n], exact[n]) for n in names if n in exact]
+        pairs = [(gradients.get(n, 0.0 * exact[n]), exact[n]) for n in names if n in exact]
         errors = sum(float((a - b).square().sum()) for a, b in pairs)
         squares[layer] = errors, sum(float(b.square().sum()) for _, b in pairs)
     squares["all layers"] = tuple(sum(s[i] for s in squares.values()) for i in (0, 1))  # type: ignore[assignment]

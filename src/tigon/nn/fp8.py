@@ -16,8 +16,7 @@ class FP8Linear(torch.nn.Linear):
     FP8 products (`tigon.fp8.is_supported`).
 
     Both sizes are multiples of 16. With FP8 products x is bf16; under autocast to bf16 any float dtype. The parameters
-    and the state_dict are torch's: nothing of FP8 is saved. A frozen weight is quantised once and kept, a trainable
-    weight at each use.
+    and the state_dict are torch's: nothing of FP8 is saved. The weight is quantised at each use.
     """
 
     def __init__(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -56,19 +58,39 @@ class NormedRows(Deferred):
     It lives within one decoder layer's forward, from the norm to the layers that read it.
     """
 
-    fields = ("form", "normed", "patch", "tensor")
+    fields = ("form", "hooks", "normed", "patch", "tensor", "trains")
 
     def __init__(self, normed: Normed, form: Any, patch: Patch) -> None:
         self.normed, self.form, self.patch = normed, form, patch
         self.tensor: Tensor | None = None
+        self.trains, self.hooks = torch.is_grad_enabled(), patch.ledger.recompute.checkpoint_hooks()
+
+    def check_gradient(self) -> None:
+        """Raise where a reentrant checkpoint got this object: it knows tensors alone, and would drop the gradient."""
+        if not self.trains or torch.is_grad_enabled():
+            return
+        frame: Any = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                raise RuntimeError(
+                    "fuse: a decoder layer hands the result of a norm in FP8 to a reentrant checkpoint inside the "
+                    "layer, which would drop the gradient. Checkpoint with use_reentrant=False, or the whole layer."
+                )
+            frame = frame.f_back
 
     def build(self, why: str = "") -> Tensor:
+        self.check_gradient()
         if self.tensor is None:
             state = self.patch.fp8
             state.is_read = state.is_used  # rows that nothing multiplies by are not made again
             norm: Any = functools.partial(rms_norm, **self.form.options)
-            self.tensor = norm(self.normed.total, self.normed.norm.weight)
-            self.patch.ledger.recompute.note(self.tensor, norm, self.normed.total, self.normed.norm.weight)
+            with torch.set_grad_enabled(self.trains):  # as the norm's module would have run
+                tensor: Tensor = norm(self.normed.total, self.normed.norm.weight)
+            self.patch.ledger.recompute.note(tensor, norm, self.normed.total, self.normed.norm.weight)
+            # A checkpoint around code that reads the norm computes it again in its second forward pass.
+            if self.patch.ledger.recompute.checkpoint_hooks() is not self.hooks:
+                return tensor
+            self.tensor = tensor
         return self.tensor
 
     @property
@@ -94,6 +116,9 @@ class NormedRows(Deferred):
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.build().__reduce_ex__(protocol)  # a saved input is the tensor
 
     def __repr__(self) -> str:
         return f"NormedRows(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -137,7 +162,10 @@ def norm_in_rows(
 ) -> tuple[Tensor | None, NormedRows] | None:
     """(the residual stream, NormedRows) for a norm in front of FP8 layers; None where the norm runs in bf16."""
     state: FP8Norm | None = patch.fp8
-    if state is None or not state.is_read or why_not_here(x) or not patch.is_entire_call(norm):
+    if state is None or why_not_here(x) or not patch.is_entire_call(norm):
+        return None
+    # A checkpoint's second forward pass must save what the first one saved.
+    if not state.is_read and not patch.ledger.recompute.is_elsewhere():
         return None
     formula = patch.formula
     weight = None if formula.weight is None else get_child(norm, formula.weight)
@@ -187,7 +215,7 @@ def _has_versions(ledger: Ledger) -> bool:
 def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
     """What to multiply, and the layers' weights and biases; (None, None) where a layer is not plain."""
     # A tensor that other code has written into differs from the rows.
-    rows = x if isinstance(x, NormedRows) and (x.tensor is None or not x.tensor._version) else None
+    rows = x if isinstance(x, NormedRows) and (x.tensor is None or not _is_touched(x.tensor)) else None
     if rows is None:
         x = as_tensor(x)
     if why_not_here(rows.normed.handle if rows is not None else x):
@@ -206,10 +234,22 @@ def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
     if torch.nn.modules.module._has_any_global_hook():
         return None, None
     if rows is not None:
+        rows.check_gradient()
         rows.patch.fp8.is_used = True
         return rows.normed, (weights, biases)
     narrow = autocast_dtype(x.device.type) or x.dtype
     return (None, None) if narrow is not torch.bfloat16 else (x.to(narrow), (weights, biases))
+
+
+def _is_touched(x: Tensor) -> bool:
+    """Whether code has written into a tensor, or waits for the tensor's gradient."""
+    return x.is_inference() or bool(x._version or x._backward_hooks) or x.retains_grad
+
+
+def why_not_in_fp8(x: Any) -> str:
+    """Why layers with the input x, a tensor or NormedRows, ran in bf16, as a clause for the report."""
+    why = why_not_here(x.normed.handle if isinstance(x, NormedRows) else x)
+    return why or "a layer had a hook, another forward, or a weight that is not a plain tensor"
 
 
 def why_not_here(x: Any) -> str:

@@ -49,7 +49,7 @@ class FP8:
         for name, kind in (("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")
-        if isinstance(self.skip, str) or not all(isinstance(name, str) for name in self.skip):
+        if not isinstance(self.skip, list | tuple | set | frozenset) or not all(isinstance(n, str) for n in self.skip):
             raise ValueError(f"FP8: skip must be names of layers, got {self.skip!r}.")
         object.__setattr__(self, "skip", tuple(self.skip))  # a list, as YAML gives, would not be hashable
 

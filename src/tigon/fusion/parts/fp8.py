@@ -14,7 +14,7 @@ from torch import nn
 from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, plain_forward
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.fp8.layers import FP8Group, FP8Norm, FP8Unit, multiply_in_fp8, why_layer_unfit, why_not_here
+from tigon.fusion.fp8.layers import FP8Group, FP8Norm, FP8Unit, multiply_in_fp8, why_layer_unfit, why_not_in_fp8
 from tigon.fusion.fp8.options import FP8
 from tigon.fusion.parts.mlp import Gated
 from tigon.fusion.parts.norm import is_rms_norm
@@ -49,6 +49,11 @@ class FP8Part(Part):
             return any(word in names.get(id(m), "") for m in modules for word in options.skip)
 
         joined: set[int] = set()
+        for module in layer.modules():
+            # PEFT merges into the weights of base layers without giving them a new version.
+            if "base_layer" in module._modules:
+                joined |= {id(m) for m in module.modules()}
+                site.record_skipped(self, module, Reason("it has an adapter"))
         for module in list(layer.modules()):
             patch = site.find_patch(module)
             formula = None if patch is None else patch.formula
@@ -75,10 +80,12 @@ class FP8Part(Part):
                         site.record_skipped(self, module, Reason(why))
                         continue
                     patch.fp8 = {**(patch.fp8 or {}), group: FP8Group(options)}
-                    site.record_fused(self, module, f"{', '.join(group)} in one", key=group)
+                    site.record_fused(self, module, f"{', '.join(group)} in one", key=(type(module), group))
         for module in list(layer.modules()):
             if type(module) is nn.Linear and id(module) not in joined and not is_spared(module):
                 self._fuse_linear(site, module, options)
+        if not any(getattr(vars(m).get("_tigon"), "fp8", None) is not None for m in layer.modules()):
+            return  # nothing reads rows
         for module in list(layer.modules()):
             patch = site.find_patch(module)
             if patch is not None and is_rms_norm(module) and not patch.is_head_norm:
@@ -103,7 +110,7 @@ def linear_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self, *args, **kwargs)
     ys = multiply_in_fp8(patch.fp8, [self], args[0], patch.ledger)
     if ys is None:
-        patch.ledger.count_fallback("fp8", patch.key, why_not_here(args[0]))
+        patch.ledger.count_fallback("fp8", patch.key, why_not_in_fp8(args[0]))
         return plain_forward(self, *args)
     patch.ledger.count("fp8", patch.key)
     return ys[0]
@@ -116,6 +123,8 @@ def list_decoder_layers(model: nn.Module) -> Iterator[list[nn.Module]]:
         if not isinstance(module, nn.ModuleList | nn.ModuleDict) or id(module) in inside:
             continue
         layers = list(module.children())
+        if any(hasattr(m, "get_input_embeddings") for m in layers):
+            continue  # whole models
         if layers and all(type(m) is not nn.Linear and has_linear(m) for m in layers):
             inside |= {id(m) for m in module.modules()}
             yield layers

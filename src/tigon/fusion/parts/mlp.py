@@ -29,7 +29,7 @@ from tigon.fusion.engine.probe import (
     takes_one_argument,
 )
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.fp8.layers import run_unit_in_fp8, why_not_here
+from tigon.fusion.fp8.layers import run_unit_in_fp8, why_not_in_fp8
 from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.adapters import adapter_here, count_here, may_be_adapted
 from tigon.fusion.parts.plain_linear import plain_layers
@@ -86,7 +86,7 @@ def _fp8_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
     else:
         y = run(x)
     if y is None:
-        patch.ledger.count_fallback("fp8", key, why_not_here(x))
+        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x))
         return None
     patch.ledger.count("fp8", key)
     patch.ledger.count("mlp", patch.key)

@@ -14,7 +14,6 @@ from tigon.fusion.engine.part import ModulePart, register
 from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, plain_forward
 from tigon.fusion.engine.probe import recognition
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.fp8.layers import norm_in_rows
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.head_norm import HeadNorm
 from tigon.fusion.parts.norm_formula import Norm, find_formula
@@ -52,9 +51,6 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self, *args)
     if patch.is_head_norm and weight is not None and x.dim() == 4 and patch.is_entire_call(self):
         return HeadNorm(x, weight, formula.form(self), patch)
-    if patch.fp8 is not None and (made := norm_in_rows(self, patch, x, None, False)):
-        patch.ledger.count("norm", patch.key)
-        return made[1]
     split = is_dtensor(x) or is_dtensor(weight)
     if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
         return plain_forward(self, *args)

@@ -30,7 +30,7 @@ from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import ChildCall, group_calls, list_bodies, name_forward, read_groups
-from tigon.fusion.fp8.layers import multiply_in_fp8, why_not_here
+from tigon.fusion.fp8.layers import multiply_in_fp8, why_not_in_fp8
 from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.plain_linear import plain_layers, why_not_plain
 from tigon.kernels import use_triton
@@ -106,10 +106,10 @@ def run_together(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple
     if group is not None:
         ys = multiply_in_fp8(group, [modules.get(name) for name in names], x, patch.ledger)
         if ys is not None:
-            patch.ledger.count("fp8", names)
+            patch.ledger.count("fp8", (type(module), names))
             patch.ledger.count("linear", key)
             return ys
-        patch.ledger.count_fallback("fp8", names, why_not_here(x))
+        patch.ledger.count_fallback("fp8", (type(module), names), why_not_in_fp8(x))
     x = as_tensor(x)
     layers = plain_layers([modules.get(name) for name in names], x)
     if layers is None:

@@ -130,19 +130,24 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
 def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     """x, and norm(x): where x goes on as the residual stream, and x's two gradients are summed."""
     # Without a gradient for x there are no gradients to sum.
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.requires_grad or is_functorch_active():
+    if torch.compiler.is_compiling() or type(x) is not Tensor or is_functorch_active():
         return x, norm(x)
     patch: Patch | None = vars(norm).get("_tigon") if is_rms_norm(norm) else None
     if patch is None or not patch.ledger.active or not patch.is_entire_call(norm):
+        return x, norm(x)
+    if not x.requires_grad and patch.fp8 is None:
         return x, norm(x)
     formula = patch.formula
     weight = None if formula.weight is None else get_child(norm, formula.weight)
     # A norm that would cut x into heads gives no tensor.
     if patch.is_head_norm or not patch.still_holds(norm) or not norm_fits(x, weight, formula) or is_dtensor(weight):
         return x, norm(x)
+    if patch.fp8 is not None and (made := norm_in_rows(norm, patch, x, None, x.requires_grad)):
+        patch.ledger.count("norm", patch.key)
+        return (x if made[0] is None else made[0]), made[1]
+    if not x.requires_grad:
+        return x, norm(x)
     patch.ledger.count("norm", patch.key)
-    if patch.fp8 is not None and (made := norm_in_rows(norm, patch, x, None, True)):
-        return made
     options = formula.form(norm).options
     normed, stream = forked_rms_norm(x, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), x, weight)

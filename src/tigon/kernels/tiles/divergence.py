@@ -11,9 +11,11 @@ from tigon.kernels import INTERPRET, jit, tl
 LEAST_LOG = tl.constexpr(-1e4)
 INTERPRETED = tl.constexpr(INTERPRET)
 
+KNOWS_TARGET = True  # whether kernels can ask for the GPU's vendor
 try:
-    from triton.language.target_info import is_cuda
+    from triton.language.target_info import is_cuda as is_cuda
 except ImportError:
+    KNOWS_TARGET = False
 
     @jit
     def is_cuda():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, launcher, tl, use_triton, view_rows
-from tigon.kernels.tiles.fp8 import compute_amax_tile, join_words, larger
+from tigon.kernels.tiles.fp8 import compute_amax_tile, join_words, larger, round_to_words
 from tigon.ops.fp8.recipe import E4M3, Norm, round_up
 from tigon.ops.fp8.reference import fold_scales_reference, to_columns_reference, transpose_rows_reference
 
@@ -106,7 +106,7 @@ def _scale_rows(x_ptr, f_ptr, rstd_ptr, w, row, cols, M, N, stride_x, ROUND: tl.
         if w is not None:
             x *= w[None, :]
         x = x.to(dtype).to(tl.float32)
-    return (x * tl.load(f_ptr + row, mask=row < M, other=0.0)[:, None]).to(tl.float8e4nv)
+    return x * tl.load(f_ptr + row, mask=row < M, other=0.0)[:, None]
 
 
 # A program: BLOCK_I words of four tokens each, of BLOCK_N columns.
@@ -128,7 +128,7 @@ def _fp8_to_columns_kernel(
     b = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i + 1, cols, M, N, stride_x, ROUND)
     c = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i + 2, cols, M, N, stride_x, ROUND)
     d = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i + 3, cols, M, N, stride_x, ROUND)
-    words = join_words(a, b, c, d)
+    words = round_to_words(a, b, c, d)
     if w_ptr is not None:
         # Rows behind the last one are 0 · weight: NaN for an infinite weight.
         present = tl.minimum(tl.maximum(M - 4 * i, 0), 4)

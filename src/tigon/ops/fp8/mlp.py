@@ -108,6 +108,8 @@ def _fp8_gated_mlp_fwd(
         *((gate, up) if need_x else (None, None)), down if need_hidden or need_down else None,
     ]  # fmt: skip
     del gate_up, data, kept, rows
+    # Hooks may keep what they pack, and hand out the same tensor.
+    ctx.owns_saved = saved_by is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     save_tensors(ctx, saved_by, *saved)
     anchor: tuple[Tensor, ...] = ()
     if saved_by is None:
@@ -148,7 +150,7 @@ def _backward(ctx: Any, given: Tensor, *_: Any) -> tuple[Any, ...]:
         rows = quantize_rows(plain)
         del again
     del d
-    _release(loaded, 4)
+    _release(loaded, 4, ctx.owns_saved)
     if product is not None:
         if is_fp8:
             # Here the product is the wide factor: its scales go into dy.
@@ -186,10 +188,10 @@ def _backward(ctx: Any, given: Tensor, *_: Any) -> tuple[Any, ...]:
 _fp8_gated_mlp = make_function(_fp8_gated_mlp_fwd, _backward)
 
 
-def _release(loaded: list[Any], i: int) -> None:
+def _release(loaded: list[Any], i: int, owned: bool) -> None:
     """Free the memory of a saved tensor that no other code holds: autograd would keep it until the node returns."""
     t, loaded[i] = loaded[i], None
-    if type(t) is Tensor and not is_graph_retained() and not t.is_meta:
+    if owned and type(t) is Tensor and not is_graph_retained() and not t.is_meta:
         t.untyped_storage().resize_(0)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tigon.kernels import autocast_device
 from tigon.kernels.dispatch import stands_for_gpu, torch_is_forced
+from tigon.kernels.tiles.divergence import KNOWS_TARGET
 from tigon.ops.fp8.constants import read_constant
 from tigon.ops.fp8.recipe import Rows, Weight
 from tigon.ops.fp8.reference import multiply_columns_reference, multiply_rows_reference
@@ -30,6 +31,8 @@ def why_unsupported(device: torch.device) -> str:
         return "FP8 products need an NVIDIA GPU: AMD's have another e4m3, or have not been measured."
     if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
         return "FP8 products need compute capability 9.0 (H100, H200), got {}.{}: not measured.".format(*capability)
+    if not KNOWS_TARGET:
+        return "FP8 products need a later Triton: this one cannot tell kernels the GPU's vendor."
     version = torch.version.cuda or "none"
     if tuple(map(int, version.split(".")[:2])) < (12, 9):
         return f"FP8 products need a torch built with CUDA 12.9 or later, whose cuBLAS scales rows, got {version}."

@@ -6,8 +6,9 @@
     "auto"    as "use"                                 as "step"
 
 A weight has changed if another tensor, other memory or another version stands in its place. In-place edits,
-`load_state_dict` and optimizers give a parameter a new version; writes through `parameter.data` do not. The largest
-magnitude is kept by the same rule under every policy, so that several micro-batches measure it once.
+`load_state_dict` and optimizers give a parameter a new version; writes through `parameter.data` do not. A part of a
+larger buffer, as some optimizers lay out all parameters, is always quantised anew. The largest magnitude is kept by the
+same rule under every policy, so that several micro-batches measure it once.
 
 In a CUDA graph no rule of the host runs in a replay: while a graph is captured, trainable weights are measured and
 quantised by the graph itself, in each replay. Frozen weights use the copies kept before the capture, which then stay as
@@ -38,8 +39,8 @@ class JointWeight:
 
     Args:
         policy: see the module.
-        is_versioned: whether every write to a trainable parameter gives it a new version. FSDP2 and ZeRO-3 fill
-            gathered parameters without: then trainable weights are measured at each forward pass, and not kept.
+        is_versioned: whether every write to a parameter gives it a new version. FSDP2 and ZeRO-3 fill gathered
+            parameters without: then weights are measured at each forward pass, and not kept.
     """
 
     __slots__ = ("__weakref__", "_captured", "_kept", "is_versioned", "policy")
@@ -57,7 +58,7 @@ class JointWeight:
         captured = is_captured(parameters[0])
         recording = captured and torch.cuda.is_current_stream_capturing()
         # Rehearsals of a capture must launch the capture's kernels; they may keep what frozen weights have.
-        is_usable = is_frozen or (self.is_versioned and not captured)
+        is_usable = self.is_versioned and (is_frozen or not captured) and all(map(_owns_memory, parameters))
         is_kept = is_usable and not recording
         keeps = self.policy == "step" or (self.policy == "auto" and is_frozen)
         kept = self._kept
@@ -96,7 +97,8 @@ class Copies:
 
     def __init__(self, parameters: Sequence[Tensor], keeps: bool) -> None:
         self.keeps = keeps
-        self._tensors = [weakref.ref(p) for p in parameters]
+        # A parameter itself could not be swapped for another (`torch.utils.swap_tensors`) while a weakref exists.
+        self._tensors = [(id(p), weakref.ref(p.untyped_storage())) for p in parameters]
         self._marks = [_mark(p) for p in parameters]
         self.amax = measure_weights(parameters)
         self._rows: Weight | None = None
@@ -105,8 +107,8 @@ class Copies:
     def is_current(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the same parameters, unchanged."""
         return len(parameters) == len(self._tensors) and all(
-            known() is p and mark is not None and mark == _mark(p)
-            for known, mark, p in zip(self._tensors, self._marks, parameters, strict=True)
+            known == id(p) and storage() is p.untyped_storage() and mark is not None and mark == _mark(p)
+            for (known, storage), mark, p in zip(self._tensors, self._marks, parameters, strict=True)
         )
 
     def read_rows(self, parameters: Sequence[Tensor]) -> Weight:
@@ -137,3 +139,8 @@ class Copies:
 def _mark(p: Tensor) -> tuple[int, int] | None:
     """A parameter's address and version; None for an inference tensor, which has no version."""
     return None if p.is_inference() else (p.data_ptr(), p._version)
+
+
+def _owns_memory(p: Tensor) -> bool:
+    """Whether p fills its storage. Optimizers write to a buffer of many parameters without giving them versions."""
+    return p.untyped_storage().nbytes() == p.nbytes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import Plan, cdiv, jit, launch, launcher, tl, use_triton
-from tigon.kernels.tiles.fp8 import compute_scale_tile, join_words
+from tigon.kernels.tiles.fp8 import compute_scale_tile, round_to_words
 from tigon.ops.fp8.columns import transpose_rows
 from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Weight
 from tigon.ops.fp8.reference import quantize_weight_reference
@@ -34,19 +34,11 @@ def quantize_weight(parts: Sequence[Tensor], amax: Tensor) -> Weight:
 
 def quantize_transposed(parts: Sequence[Tensor], amax: Tensor) -> Weight:
     """The transposition (K, N) of `quantize_weight`, the same bytes."""
-    if use_triton(amax, *parts) and all(_is_read_whole(part) for part in parts):
+    if use_triton(amax, *parts) and all(len(part) % ALIGNMENT == 0 for part in parts):
         return Weight(*_fp8_transposed(amax, list(parts)))
     weight = quantize_weight(parts, amax)
     N, K = weight.data.shape
     return Weight(transpose_rows(weight.data)[:, :N].contiguous(), weight.scale[:1].expand(K).contiguous())
-
-
-def _is_read_whole(part: Tensor) -> bool:
-    """Whether `_transpose_weight_kernel` reads eight numbers a thread.
-
-    With fewer, as of fp32, Triton 3.6 compiles the kernel to wrong bytes on sm_90.
-    """
-    return part.element_size() == 2 and part.shape[1] % ALIGNMENT == 0 and len(part) % ALIGNMENT == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -67,7 +59,7 @@ def _quantize_weight_kernel(amax_ptr, w_ptr, q_ptr, s_ptr, size, N, BLOCK: tl.co
 @jit
 def _round_every_fourth_row(w_ptr, i, first, K, cols, mask, inverse):
     at = (4 * i + first).to(tl.int64)[:, None] * K + cols[None, :]
-    return (tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32) * inverse).to(tl.float8e4nv)
+    return tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32) * inverse
 
 
 # A program: 4 · BLOCK_I rows by BLOCK_K columns of a weight (N, K) → e4m3, transposed. Four rows are joined into
@@ -85,7 +77,7 @@ def _transpose_weight_kernel(
     mask = (i < 4 * units)[:, None] & (cols < K)[None, :]
     s = compute_scale_tile(tl.load(amax_ptr).to(tl.float32))
     inverse = 1.0 / s
-    words = join_words(
+    words = round_to_words(
         _round_every_fourth_row(w_ptr, i, 0, K, cols, mask, inverse),
         _round_every_fourth_row(w_ptr, i, 1, K, cols, mask, inverse),
         _round_every_fourth_row(w_ptr, i, 2, K, cols, mask, inverse),
