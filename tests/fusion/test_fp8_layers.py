@@ -382,3 +382,10 @@ def test_layers_with_adapters_stay():
     assert sum(row.count for row in left) == 9
     assert not any("_tigon" in vars(m) for name, m in model.named_modules() if name.endswith("base_layer"))
     step(model)
+    assert sum(row.calls for row in fusion.report().rows if row.kind == "adapters") == 9
+
+
+def test_a_model_without_layers_says_so():
+    fusion = tigon.fuse(nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32)), fp8=WHOLE)
+    (row,) = rows(fusion, fused=False)
+    assert "no list of layers" in row.what

@@ -61,6 +61,8 @@ def verify(options: VerifyOptions) -> None:
     check_choice("", options, dtype=DTYPES)
     if options.data is not None and not options.fp8:
         raise Problem("--data requires --fp8")
+    if options.fp8 and options.dtype != "float32":
+        raise Problem(f"--fp8 compares fp32, bf16 and FP8, and takes no --dtype, got {options.dtype}")
     device = find_device(options.device)
     from tigon.cli.adapters import add_adapters, find_adapted, new_adapters
     from tigon.cli.model import quiet_transformers

@@ -20,6 +20,7 @@ from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import read_groups
+from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.head import get_head
 from tigon.fusion.parts.lora_layers import find_source, is_adapted, lasting_reason, multiplies_itself, read_lora
 from tigon.kernels import autocast_dtype
@@ -36,7 +37,7 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if ledger.active and kwargs:
             ledger.count_fallback("adapters", None, "it was called with " + ", ".join(kwargs))
         return plain_forward(self, *args, **kwargs)
-    x = args[0]
+    x = as_tensor(args[0])
     own = read_lora(self, x)
     if isinstance(own, Reason):
         ledger.count_fallback("adapters", None, own.text)

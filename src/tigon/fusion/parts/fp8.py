@@ -33,7 +33,10 @@ class FP8Part(Part):
             return
         site.ledger.fp8_head = options.head
         names = {id(m): name for name, m in module.named_modules()}
-        for layers in list_decoder_layers(module):
+        lists = list(list_decoder_layers(module))
+        if not lists:
+            site.record_skipped(self, module, Reason("no list of layers in it has a torch.nn.Linear"))
+        for layers in lists:
             until = len(layers) - options.last
             for i, layer in enumerate(layers):
                 if options.first <= i < until:
