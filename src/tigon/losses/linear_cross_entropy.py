@@ -75,7 +75,7 @@ def linear_cross_entropy(
     recomputes the logits in the backward pass, since every row has its own upstream gradient.
 
     `chunks=tigon.losses.ChunkOptions(fp8=True)` computes the products in FP8, on GPUs that multiply e4m3, and elsewhere
-    the same numbers slowly. Losses are then off by about 0.001, so use this option to train, and not to compare models.
+    the same numbers slowly. Losses are then off by some thousandths: use this option to train, not to compare models.
 
     Replaces::
 
