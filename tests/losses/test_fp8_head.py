@@ -259,11 +259,11 @@ def test_each_gradient_alone(device, monkeypatch):
 def test_a_checkpoint_changes_no_bit(device):
     x, weight, bias, target = make_head(device)
 
-    def loss_of(x):
+    def compute_loss(x):
         return linear_cross_entropy(2 * x, weight, target, bias=bias, fp8=True)
 
-    plain = torch.autograd.grad(loss_of(x), (x, weight, bias))
-    again = torch.autograd.grad(checkpoint(loss_of, x, use_reentrant=False), (x, weight, bias))
+    plain = torch.autograd.grad(compute_loss(x), (x, weight, bias))
+    again = torch.autograd.grad(checkpoint(compute_loss, x, use_reentrant=False), (x, weight, bias))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -299,11 +299,11 @@ def test_compiled_code_computes_the_same(device):
     torch._dynamo.reset()
     options = tigon.losses.ChunkOptions(fp8=True)
 
-    def loss_of(x, weight):
+    def compute_loss(x, weight):
         return tigon.linear_cross_entropy(2 * x, weight, target, chunks=options)
 
-    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
-    for a, b in zip(*(torch.autograd.grad(f(x, weight), (x, weight)) for f in (loss_of, compiled)), strict=True):
+    compiled = torch.compile(compute_loss, backend="aot_eager", fullgraph=True)
+    for a, b in zip(*(torch.autograd.grad(f(x, weight), (x, weight)) for f in (compute_loss, compiled)), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -75,12 +75,12 @@ def _compute_gradients(model: nn.Module, ids: Tensor, labels: Tensor) -> dict[st
 
 
 def _measure(gradients: dict[str, Tensor], exact: dict[str, Tensor], groups: dict[str, list[str]]) -> dict[str, float]:
-    squares = {}
+    squares: dict[str, tuple[float, float]] = {}
     for layer, names in groups.items():
         pairs = [(gradients.get(n, 0.0 * exact[n]), exact[n]) for n in names if n in exact]
         errors = sum(float((a - b).square().sum()) for a, b in pairs)
         squares[layer] = errors, sum(float(b.square().sum()) for _, b in pairs)
-    squares["all layers"] = tuple(sum(s[i] for s in squares.values()) for i in (0, 1))  # type: ignore[assignment]
+    squares["all layers"] = sum(e for e, _ in squares.values()), sum(size for _, size in squares.values())
     return {name: (error / size) ** 0.5 if size else 0.0 for name, (error, size) in squares.items()}
 
 

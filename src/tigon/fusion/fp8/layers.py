@@ -223,7 +223,7 @@ def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
     weights, biases = [], []
     for module in modules:
         state = vars(module) if type(module) is nn.Linear else {}
-        # A layer of its own in FP8 has a forward of ours.
+        # FP8Part has replaced the forward of a single layer.
         if not state or is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
             return None, None
         weight, bias = state["_parameters"].get("weight"), state["_parameters"].get("bias")

@@ -1,7 +1,7 @@
 """Linear layers inside decoder layers in FP8, with the norms in front of them.
 
 The part comes last: it looks at the norms, gated units and joined projections that other parts have fused, and tells
-them to run in FP8. A linear layer that stands alone, such as attention's output projection, gets a forward of its own.
+them to run in FP8. The forward of a linear layer outside these, such as attention's output projection, is replaced.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class FP8Part(Part):
             return
         patch = Patch(self, site.ledger)
         patch.fp8 = FP8Group(options)
-        patch.key = "a layer of its own"
+        patch.key = "single layer"
         site.install(module, linear_forward, patch)
-        site.record_fused(self, module, "a layer of its own", key=patch.key)
+        site.record_fused(self, module, "single layer", key=patch.key)
 
 
 def linear_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

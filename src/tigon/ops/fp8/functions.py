@@ -33,7 +33,7 @@ def is_supported(device: torch.device | str | int) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + bias; the product and those of the backward pass in FP8.
 
-    Every token of x and of the gradient is rounded to e4m3 with a scale of its own, the weight with a single scale:
+    Each token of x and of the gradient has one scale, and so has the weight; all three are rounded to e4m3:
     see `tigon.ops.fp8.recipe`. Saves x and 4 bytes a token.
 
     Args:

@@ -10,7 +10,7 @@ before that factor is rounded:
 
     dyᵀ x = Σₘ sd[m] qd[m, n] x[m, k] = c · Σₘ qd[m, n] x'[m, k],   x' = x · sd[m] / c,   c = maxₘ sd[m] · sx[m]
 
-|x| ≤ 448 · sx, hence |x'| ≤ 448, and x' needs no maximum of its own. A token whose gradient is small beside the largest
+|x| ≤ 448 · sx, hence |x'| ≤ 448, and no maximum of x' is computed. A token whose gradient is small beside the largest
 token's has small numbers in x': the token's largest number loses bits where its share of dW is below 2⁻¹⁴ of the
 largest token's. Tokens without a gradient are exact zeros.
 
