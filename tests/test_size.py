@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LINES = {  # to the next 50
-    "src/tigon/cli": 3700,
+    "src/tigon/cli": 3750,
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
     "src/tigon/fusion": 9750,

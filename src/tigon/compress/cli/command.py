@@ -67,22 +67,19 @@ def compress(options: CompressOptions) -> None:
     texts, others = _read_texts(data, "--data"), _read_texts(held, "--held") if held else []
     from tigon import compress as package
 
+    method = _choose_method(options)
     console = screen(stderr=True)
     with working(console, f"reading {options.model}"):
         model, tokenizer = _load(options.model, options.dtype)
         model = model.to(device)
     try:
-        method: Any = options.method or "bits"
-        if options.heavy_bits is not None:
-            rest = 3 if options.rest_bits is None else options.rest_bits
-            method = package.Bits(options.heavy_bits, rest, 0.25 if options.share is None else options.share)
         with working(console, "compressing"):
             ids = _make_batches(model, tokenizer, texts, options.tokens)
             cost = Cost(model, _make_batches(model, tokenizer, others, HELD)) if others else None
             report = package.feed_forward(model, ids, method=method, budget=options.budget, recover=options.recover)
             tables = package.embeddings(model) if options.embeddings else None
     except ValueError as error:
-        raise Problem(f"{NAME}: {one_line(error, 600).partition(': ')[2]}") from error
+        raise _as_problem(error) from error
     for one in (report, tables):
         if one is not None:
             one.forget()
@@ -113,6 +110,26 @@ def _check_split(options: CompressOptions) -> None:
     for name, value in (("--rest-bits", options.rest_bits), ("--share", options.share)):
         if heavy_bits is None and value is not None:
             raise Problem(f"{NAME}: {name} needs --heavy-bits; with --budget the plan chooses the value")
+
+
+def _choose_method(options: CompressOptions) -> Any:
+    """The method for `feed_forward`, checked before the model is read."""
+    from tigon.compress.options import Bits, check_method
+
+    try:
+        method: Any = options.method or "bits"
+        if options.heavy_bits is not None:
+            rest = 3 if options.rest_bits is None else options.rest_bits
+            method = Bits(options.heavy_bits, rest, 0.25 if options.share is None else options.share)
+        check_method(method, options.budget, options.recover)
+    except ValueError as error:
+        raise _as_problem(error) from error
+    return method
+
+
+def _as_problem(error: ValueError) -> Problem:
+    """An error of the library as one of the command, without the name of the function."""
+    return Problem(f"{NAME}: {one_line(error, 600).partition(': ')[2]}")
 
 
 def _show(options: CompressOptions, report: Report, tables: Report | None, cost: dict[str, Any]) -> None:
