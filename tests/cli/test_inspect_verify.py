@@ -112,6 +112,22 @@ def test_verify_a_preset(tigon, model, dtype):
     assert ("No kernel was tested: the kernels run on CUDA" in shown) == (not torch.cuda.is_available())
 
 
+def test_verify_compares_with_the_same_experts():
+    """Scores that rounding has swapped choose the experts of the exact run, and keep their gradient."""
+    from tigon.cli.verify import _record_choices, _repeat_choices
+
+    exact, swapped = torch.tensor([[0.1, 0.5, 0.6]]), torch.tensor([[0.1, 0.6, 0.5]], requires_grad=True)
+    choices = []
+    with _record_choices(choices):
+        torch.topk(exact, 1, dim=-1)
+    with _repeat_choices(choices):
+        scores, chosen = torch.topk(swapped, 1, dim=-1)
+        later = torch.topk(swapped, 1, dim=-1).indices  # a top-k that the exact run did not have
+    scores.sum().backward()
+    assert (chosen.item(), scores.item(), later.item()) == (2, 0.5, 1)
+    assert swapped.grad.tolist() == [[0.0, 0.0, 1.0]]
+
+
 def test_verify_tells_what_differs(monkeypatch):
     """A wrong gradient in one layer of the fused model is found, named, and gives exit code 1."""
     import tigon

@@ -92,10 +92,14 @@ def verify(options: VerifyOptions) -> None:
         _measure_fp8(options, source, model, ids, labels, console)
         return
     with console.status("running the model in fp64, plain and fused"):
-        exact = _compute_gradients(_widen(model), ids, labels)
-        plain = _compute_gradients(model, ids, labels)
+        choices: list[Any] = []
+        with _record_choices(choices):
+            exact = _compute_gradients(_widen(model), ids, labels)
+        with _repeat_choices(choices):
+            plain = _compute_gradients(model, ids, labels)
         fusion = fuse(model)
-        fused = _compute_gradients(model, ids, labels)
+        with _repeat_choices(choices):
+            fused = _compute_gradients(model, ids, labels)
     rows = compare(exact, plain, fused, FLOOR[options.dtype] * torch.finfo(dtype).eps)
     report, reason = fusion.report(), _explain_kernels(ids, dtype)
     wrong = [row["name"] for row in rows if not row["equal"]]
@@ -235,6 +239,49 @@ def _compute_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
             found[name] = parameter.grad.detach().double().clone()
     model.zero_grad(set_to_none=True)
     return found
+
+
+def _record_choices(into: list[Any]) -> Any:
+    """A context that keeps the indices of every top-k: the experts that routers choose."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func in (torch.topk, torch.Tensor.topk):
+                into.append(found.indices)
+            return found
+
+    return Recorder()
+
+
+def _repeat_choices(choices: list[Any]) -> Any:
+    """A context in which every top-k takes recorded indices.
+
+    Two experts whose scores differ by less than rounding would otherwise swap: then all numbers of a token change, and
+    the comparison shows the swap instead of the model's rounding. Scores stay those of the model that runs.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Repeater(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = iter(choices)
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func not in (torch.topk, torch.Tensor.topk):
+                return found
+            indices = next(self.left, None)
+            if indices is None or indices.shape != found.indices.shape:
+                return found
+            scores, *more = args
+            dim = more[1] if len(more) > 1 else (kwargs or {}).get("dim", -1)
+            return torch.return_types.topk((scores.gather(dim, indices), indices))
+
+    return Repeater()
 
 
 def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any], floor: float) -> list[dict[str, Any]]:
