@@ -60,6 +60,9 @@ def run(options: TrainOptions) -> None:
         if options.task == "rank" and trainer.is_world_process_zero():
             trainer.finish()
             seal_model(output)
+        if trainer.args.world_size > 1:  # a process that ends earlier would break the connections of the others
+            trainer.accelerator.wait_for_everyone()
+            trainer.accelerator.end_training()
 
 
 def find_checkpoint(output: Path, wanted: str | None) -> str | None:
