@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import is_captured
+from tigon.ops.fp8.gathered import GatheredCopies, GatheredWeight
 from tigon.ops.fp8.recipe import Weight
 from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
 
@@ -52,8 +53,10 @@ class JointWeight:
         self._kept: Copies | None = None
         self._captured: list[Copies] = []  # read by CUDA graphs: their memory must stay
 
-    def read(self, parameters: Sequence[Tensor]) -> Copies:
+    def read(self, parameters: Sequence[Tensor]) -> Copies | GatheredCopies:
         """The copies for a forward pass with these parameters, and for the backward pass that belongs to it."""
+        if all(type(p) is GatheredWeight for p in parameters):
+            return GatheredCopies()
         is_frozen = not any(p.requires_grad for p in parameters)
         captured = is_captured(parameters[0])
         recording = captured and torch.cuda.is_current_stream_capturing()
