@@ -23,7 +23,8 @@ class FP8:
         keep: dtype in which gate and up wait for the backward pass. "fp8" halves the largest activation.
         weights: when weights are quantised. "use": before each product, and nothing is kept. "step": once until the
             optimizer changes them, and both copies are kept: 2 bytes a parameter, for gradient accumulation. "auto":
-            frozen weights once, all others at each use.
+            frozen weights once; others at each use, or where gradients are accumulated and the GPU has room, once a
+            step from the second step on. Weights that FSDP2 or ZeRO-3 gathers are never kept.
         dw: dtype of the products of weight gradients.
         sums: "fast": the tensor cores' own accumulator. "exact": fp32 sums after every 128 terms, about 7 % slower
             products.
