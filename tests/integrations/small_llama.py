@@ -58,6 +58,11 @@ def ran(fusion):
     return {kind: True if kind == "norm" else n for kind, n in calls.items()}
 
 
+def ran_in_fp8(fusion):
+    """The calls in FP8 in the last step: of three products in each decoder layer but the first."""
+    return sum(row.calls for row in fusion.report().rows if row.kind == "fp8")
+
+
 def stand_in(monkeypatch, name, **members):
     """A module of this name in the host's place, installed or not, until the test ends; and its parents."""
     parent = None

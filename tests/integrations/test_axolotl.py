@@ -17,9 +17,10 @@ pytest.importorskip("pydantic")
 pytest.importorskip("yaml")
 import pydantic
 import yaml
-from small_llama import CALLS, absent, assert_same_step, batch, import_anew, llama, ran, stand_in, step
+from small_llama import CALLS, absent, assert_same_step, batch, import_anew, llama, ran, ran_in_fp8, stand_in, step
 
 import tigon
+from tigon.fusion.fp8.layers import ignore_sizes
 
 OTHERS = sorted(tigon.PARTS - {"adapters"})
 EXAMPLE = Path(__file__).parents[2] / "examples" / "axolotl.yaml"
@@ -173,6 +174,13 @@ def test_each_part_can_be_left_out(axolotl, kind):
     plugin = axolotl.TigonPlugin()
     train(plugin, configured(plugin, tigon_parts=sorted(tigon.PARTS - {kind})), llama())
     assert ran(plugin.fusions[0]) == {k: v for k, v in CALLS.items() if k != kind}
+
+
+def test_fp8(axolotl):
+    plugin = axolotl.TigonPlugin()
+    with ignore_sizes():
+        train(plugin, configured(plugin, tigon_fp8=True), llama().bfloat16())
+    assert ran_in_fp8(plugin.fusions[0]) == 3
 
 
 @pytest.mark.parametrize("other", ["liger_rms_norm", "liger_fused_linear_cross_entropy", "cut_cross_entropy"])

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-from small_llama import CALLS, absent, batch, import_anew, llama, ran, stand_in
+from small_llama import CALLS, absent, batch, import_anew, llama, ran, ran_in_fp8, stand_in
+
+from tigon.fusion.fp8.layers import ignore_sizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -176,6 +178,14 @@ def test_options_and_what_was_fused_before(lightning, capsys):
     assert again.fusion is fusion
     assert fusion.report().active, "what the user has fused stays fused"
     assert capsys.readouterr().out == ""
+
+
+def test_fp8(lightning):
+    module, callback = language_model(lightning), lightning.TigonCallback(report=False, fp8=True)
+    module.model.bfloat16()
+    with ignore_sizes():
+        fit(lightning, module, callback)
+    assert ran_in_fp8(callback.fusion) == 3
 
 
 def test_ddp_in_lightning(monkeypatch):

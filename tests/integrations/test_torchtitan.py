@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
-from small_llama import absent, assert_same_step, import_anew, stand_in
+from small_llama import absent, assert_same_step, import_anew, ran_in_fp8, stand_in
 
 import tigon
+from tigon.fusion.fp8.layers import ignore_sizes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_fused.py"
 V, D = 97, 32
@@ -212,6 +213,15 @@ def test_the_converted_configuration_builds_a_fused_model(titan):
     assert "forward" not in vars(model.lm_head), "what the loss puts there, it takes away"
     with torch.device("meta"):
         assert not hasattr(Decoder.Config().build(), "_tigon_fusion"), "another configuration is not changed"
+
+
+def test_fp8(titan):
+    config = fused_config(titan)
+    config.model_spec = model_registry("debugmodel", converters=[titan.FuseConverter.Config(fp8=True)])
+    with ignore_sizes():
+        model, loss_fn = built(config)
+        step(model.bfloat16(), loss_fn)
+    assert ran_in_fp8(tigon.fuse(model, fp8=True)) == 1  # the gated unit of the second block
 
 
 @pytest.mark.parametrize("head_with_norm", [True, False])

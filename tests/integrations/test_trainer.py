@@ -10,8 +10,10 @@ import tigon
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from small_llama import ran_in_fp8
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tigon.fusion.fp8.layers import ignore_sizes
 from tigon.integrations.trainer import TigonCallback
 
 WORDS, LENGTH = 64, 16
@@ -106,6 +108,13 @@ def test_options_of_fuse(tmp_path):
     assert callback.report().calls["mlp"] == 2
     with pytest.raises(TypeError, match="norm_layers"):
         trainer(tmp_path, llama(), [TigonCallback(norm_layers=False)]).train()
+
+
+def test_fp8(tmp_path):
+    callback = TigonCallback(fp8=True)
+    with ignore_sizes():
+        trainer(tmp_path, llama(), [callback], bf16=True).train()
+    assert ran_in_fp8(callback.fusion) == 3
 
 
 def test_model_init_mixed_precision_and_compile(tmp_path):

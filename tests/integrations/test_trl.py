@@ -14,6 +14,7 @@ pytest.importorskip("trl", minversion="1.16")
 pytest.importorskip("datasets")
 import trl_cases as cases
 
+from tigon.fusion.fp8.layers import ignore_sizes
 from tigon.integrations import trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -328,3 +329,12 @@ def test_a_trainer_of_transformers_gets_its_model_fused(tmp_path):
 def test_what_is_no_trainer_is_refused():
     with pytest.raises(TypeError, match="fuse: trainer must be a TRL or transformers trainer, got Linear"):
         trl.fuse(torch.nn.Linear(2, 2))
+
+
+def test_fp8(tmp_path):
+    trainer = cases.sft(tmp_path, cases.model(), bf16=True)
+    with ignore_sizes():
+        fusion = trl.fuse(trainer, fp8=True)
+        trainer.train()
+    (report,) = fusion.report().models.values()
+    assert sum(row.calls for row in report.rows if row.kind == "fp8") == 3

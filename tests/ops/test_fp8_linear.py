@@ -352,6 +352,50 @@ def test_micro_batches_measure_once(policy, device, monkeypatch):
     assert unversioned.nbytes == 0
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_copies_are_kept_where_gradients_accumulate(checkpointed, device, monkeypatch):
+    """From the second step with several micro-batches on; a checkpoint's second forward pass is no micro-batch."""
+    calls = []
+    quantize = store_module.quantize_weight
+    monkeypatch.setattr(store_module, "quantize_weight", lambda *args: calls.append(1) or quantize(*args))
+    xs = [draw(16, K, device=device).requires_grad_() for _ in range(4)]
+
+    def run_steps(policy, counts):
+        weight, store, found = Parameter(start.clone()), JointWeight(policy), []
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for micro_batches in counts:
+            calls.clear()
+            for x in xs[:micro_batches]:
+                run = lambda x: multiply(x, store, [weight], [None], Products())[0]  # noqa: E731
+                y = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+                y.sum().backward()
+            found.append(weight.grad.clone())
+            quantised.append((len(calls), store.nbytes > 0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    start, again = draw(32, K, device=device), 2 if checkpointed else 1
+    quantised = []
+    auto = run_steps("auto", (1, 1, 4, 4, 4, 1, 1))
+    each = (again, False)
+    four = (4 * again, False)
+    assert quantised == [each, each, four, (1, True), (1, True), (1, True), each]
+    assert same(auto, run_steps("use", (1, 1, 4, 4, 4, 1, 1)))
+    quantised.clear()
+    monkeypatch.setattr(store_module, "_has_room", lambda device: False)
+    assert same(auto[2:4], run_steps("auto", (1, 1, 4, 4))[2:])
+    assert quantised == [each, each, four, four]
+
+
+@pytest.mark.parametrize(("free", "has_room"), [(40, True), (39, False)])
+def test_copies_need_half_of_the_reserved_memory(free, has_room, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 140))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80)
+    assert store_module._has_room(torch.device("cuda", 0)) is has_room
+    assert store_module._has_room(torch.device("cpu"))
+
+
 def write_in_place(layer):
     with torch.no_grad():
         layer.weight.mul_(-3)

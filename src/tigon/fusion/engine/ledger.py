@@ -49,6 +49,7 @@ class Ledger:
         gradients and without labels.
     recompute: which activations the backward pass recomputes instead of keeping them.
     fp8_head: whether the head's loss multiplies in FP8 where it can.
+    fp8_gather: gathers sharded weights in e4m3; None for the parameters' dtype.
     is_sharded: whether a library shards the parameters, as of the step `sharding_seen_at`.
 
     A `Call` belongs to a single thread: threads may run one model at the same time, as in torch.nn.DataParallel.
@@ -70,6 +71,7 @@ class Ledger:
         self.adapters_before = 0
         self.is_sharded, self.sharding_seen_at = False, -1
         self.fp8_head = False
+        self.fp8_gather: Any = None
         self._calls = _Calls()
         self.lock = threading.RLock()
         self._running = 0
@@ -188,5 +190,5 @@ class Ledger:
         copied.active, copied.check_arguments = self.active, self.check_arguments
         copied.has_entrance, copied.adviser, copied.fp8_head = self.has_entrance, self.adviser, self.fp8_head
         memo[id(self)] = copied
-        copied.around = copy.deepcopy(self.around, memo)
+        copied.around, copied.fp8_gather = copy.deepcopy(self.around, memo), copy.deepcopy(self.fp8_gather, memo)
         return copied

@@ -235,6 +235,8 @@ class Fusion:
     def remove(self) -> None:
         """Restore the model exactly. A second call has no effect."""
         self._ledger.active = False
+        if self._ledger.fp8_gather is not None:
+            self._ledger.fp8_gather.remove()
         for module in self._record.list_modules():
             restore(module)
         self._record.unset()

@@ -71,6 +71,8 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
             ledger.check_arguments(kwargs)
         if not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):
             patch.fusion._refresh()
+            if ledger.fp8_gather is not None:
+                ledger.fp8_gather.install(patch.fusion.model)
         at = patch.labels_at
         if at is not None and len(args) > at:
             args = (*args[:at], labels := count_labels(args[at]), *args[at + 1 :])

@@ -23,6 +23,7 @@ from tigon.fusion.fp8.options import FP8
 from tigon.fusion.logits.deferred import Deferred, as_tensor
 from tigon.kernels import autocast_dtype
 from tigon.kernels.autograd import is_traced
+from tigon.ops.fp8.gathered import GatheredWeight
 from tigon.ops.fp8.mlp import Stores, Unit, multiply_gated
 from tigon.ops.fp8.multiply import Products, multiply
 from tigon.ops.fp8.normed import Normed, norm_to_rows
@@ -227,7 +228,11 @@ def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
         if not state or is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
             return None, None
         weight, bias = state["_parameters"].get("weight"), state["_parameters"].get("bias")
-        if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN) or weight.device != x.device:
+        if (
+            type(weight) not in (*_PLAIN, GatheredWeight)
+            or (bias is not None and type(bias) not in _PLAIN)
+            or weight.device != x.device
+        ):
             return None, None
         weights.append(weight)
         biases.append(bias)

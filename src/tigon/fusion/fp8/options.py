@@ -9,6 +9,7 @@ Keep = Literal["bf16", "fp8"]
 Weights = Literal["auto", "use", "step"]
 WeightGradients = Literal["fp8", "bf16"]
 Sums = Literal["fast", "exact"]
+AllGather = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,15 @@ class FP8:
         keep: dtype in which gate and up wait for the backward pass. "fp8" halves the largest activation.
         weights: when weights are quantised. "use": before each product, and nothing is kept. "step": once until the
             optimizer changes them, and both copies are kept: 2 bytes a parameter, for gradient accumulation. "auto":
-            frozen weights once, all others at each use.
+            frozen weights once; others at each use, or where gradients are accumulated and the GPU has room, once a
+            step from the second step on. Weights that FSDP2 or ZeRO-3 gathers are never kept.
         dw: dtype of the products of weight gradients.
         sums: "fast": the tensor cores' own accumulator. "exact": fp32 sums after every 128 terms, about 7 % slower
             products.
         skip: names, or parts of names, of layers that stay in bf16.
+        all_gather: what FSDP2 gathers of the weights of FP8 layers: the parameters' own dtype, or with "fp8" e4m3, one
+            byte a parameter. The same numbers in FP8 layers; other code that reads such a weight while it is gathered
+            reads the rounded weight.
     Raises: ValueError for a negative count or an unknown choice.
     """
 
@@ -38,6 +43,7 @@ class FP8:
     dw: WeightGradients = "fp8"
     sums: Sums = "fast"
     skip: tuple[str, ...] = ()
+    all_gather: AllGather = "bf16"
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -46,7 +52,8 @@ class FP8:
                 raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
         if not isinstance(self.head, bool):
             raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
-        for name, kind in (("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums)):
+        choices = {"keep": Keep, "weights": Weights, "dw": WeightGradients, "sums": Sums, "all_gather": AllGather}
+        for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")
         if not isinstance(self.skip, list | tuple | set | frozenset) or not all(isinstance(n, str) for n in self.skip):

@@ -14,6 +14,7 @@ from torch import nn
 from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, plain_forward
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.fp8.gather import WeightGather
 from tigon.fusion.fp8.layers import FP8Group, FP8Norm, FP8Unit, multiply_in_fp8, why_layer_unfit, why_not_in_fp8
 from tigon.fusion.fp8.options import FP8
 from tigon.fusion.parts.mlp import Gated
@@ -32,6 +33,7 @@ class FP8Part(Part):
         if options is None:
             return
         site.ledger.fp8_head = options.head
+        site.ledger.fp8_gather = WeightGather() if options.all_gather == "fp8" else None
         names = {id(m): name for name, m in module.named_modules()}
         lists = list(list_decoder_layers(module))
         if not lists:

@@ -21,6 +21,7 @@ from tigon.ops.acts import ACTS
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
 from tigon.ops.fp8.gated_gradient import gated_gradient
 from tigon.ops.fp8.gated_rows import gated_rows
+from tigon.ops.fp8.gathered import GatheredWeight
 from tigon.ops.fp8.multiply import (
     Hooks,
     Products,
@@ -97,7 +98,7 @@ def _fp8_gated_mlp_fwd(
     ctx.unit, ctx.shape, ctx.dtypes = unit, carrier.shape, [None if t is None else t.dtype for t in tensors]
     ctx.sizes = [len(w) for w in above]
     ctx.above, ctx.down = stores.up.read(above), stores.down.read((down,))
-    ctx.uses_kernels = use_triton(carrier, *above, down)
+    ctx.uses_kernels = use_triton(carrier, *(w for w in (*above, down) if type(w) is not GatheredWeight))
     rows = quantize_rows(view_rows(carrier)) if normed is None else normed.rows
     joint = join_biases(above, biases[: len(above)])
     gate_up = multiply_rows(rows, ctx.above.read_rows(above), joint, is_exact=is_exact)

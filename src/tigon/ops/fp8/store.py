@@ -3,7 +3,13 @@
     policy    trainable weights                        frozen weights (no parameter requires a gradient)
     "use"     quantised before y and before dx         likewise
     "step"    both copies kept until a weight changes  likewise
-    "auto"    as "use"                                 as "step"
+    "auto"    as "use", or as "step" (below)           as "step"
+
+"auto" keeps the copies of trainable weights where gradients are accumulated: a forward pass came after a backward pass,
+and no weight had changed between them. Copies are then kept from the next change of the weights on, when the optimizer
+has its memory, as long as each step has several micro-batches. A checkpoint's second forward pass is part of a backward
+pass, and does not count. On a GPU half as much memory as torch has reserved must be free: weights and gradients take 4
+bytes a parameter or more, the copies take 2.
 
 A weight has changed if another tensor, other memory or another version stands in its place. In-place edits,
 `load_state_dict` and optimizers give a parameter a new version; writes through `parameter.data` do not. A part of a
@@ -25,6 +31,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import is_captured
+from tigon.ops.fp8.gathered import GatheredCopies, GatheredWeight
 from tigon.ops.fp8.recipe import Weight
 from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
 
@@ -43,17 +50,20 @@ class JointWeight:
             parameters without: then weights are measured at each forward pass, and not kept.
     """
 
-    __slots__ = ("__weakref__", "_captured", "_kept", "is_versioned", "policy")
+    __slots__ = ("__weakref__", "_captured", "_fits", "_kept", "is_versioned", "policy")
 
     def __init__(self, policy: Policy = "auto", *, is_versioned: bool = True) -> None:
         if policy not in POLICIES:
             raise ValueError(f"JointWeight: policy must be one of {POLICIES}, got {policy!r}.")
         self.policy, self.is_versioned = policy, is_versioned
         self._kept: Copies | None = None
+        self._fits: bool | None = None  # whether there was memory for copies when they were first to be kept
         self._captured: list[Copies] = []  # read by CUDA graphs: their memory must stay
 
-    def read(self, parameters: Sequence[Tensor]) -> Copies:
+    def read(self, parameters: Sequence[Tensor]) -> Copies | GatheredCopies:
         """The copies for a forward pass with these parameters, and for the backward pass that belongs to it."""
+        if all(type(p) is GatheredWeight for p in parameters):
+            return GatheredCopies()
         is_frozen = not any(p.requires_grad for p in parameters)
         captured = is_captured(parameters[0])
         recording = captured and torch.cuda.is_current_stream_capturing()
@@ -61,11 +71,18 @@ class JointWeight:
         is_usable = self.is_versioned and (is_frozen or not captured) and all(map(_owns_memory, parameters))
         is_kept = is_usable and not recording
         keeps = self.policy == "step" or (self.policy == "auto" and is_frozen)
-        kept = self._kept
-        if kept is not None and is_usable and kept.keeps == keeps and kept.is_current(parameters):
-            if recording and not any(kept is other for other in self._captured):
-                self._captured.append(kept)
-            return kept
+        follows = self.policy == "auto" and not is_frozen
+        kept = self._kept if is_usable else None
+        if kept is not None and kept.is_current(parameters):
+            if kept.keeps == keeps or follows:
+                kept.note_forward()
+                if recording and not any(kept is other for other in self._captured):
+                    self._captured.append(kept)
+                return kept
+        elif kept is not None and follows and kept.is_accumulated:
+            if self._fits is None:
+                self._fits = _has_room(parameters[0].device)
+            keeps = self._fits
         found = Copies(parameters, keeps and is_kept)
         if is_kept or not captured:
             self._kept = found if is_kept else None
@@ -91,9 +108,12 @@ def _make_joint_weight(policy: Policy, is_versioned: bool) -> JointWeight:
 
 
 class Copies:
-    """Parameters' largest magnitude, and their e4m3 copies if they are kept. Callers pass the parameters each time."""
+    """Parameters' largest magnitude, and their e4m3 copies if they are kept. Callers pass the parameters each time.
 
-    __slots__ = ("_marks", "_rows", "_tensors", "_transposed", "amax", "keeps")
+    is_accumulated: whether a forward pass came after a backward pass, so that a step has several micro-batches.
+    """
+
+    __slots__ = ("_is_differentiated", "_marks", "_rows", "_tensors", "_transposed", "amax", "is_accumulated", "keeps")
 
     def __init__(self, parameters: Sequence[Tensor], keeps: bool) -> None:
         self.keeps = keeps
@@ -103,6 +123,12 @@ class Copies:
         self.amax = measure_weights(parameters)
         self._rows: Weight | None = None
         self._transposed: Weight | None = None
+        self._is_differentiated = self.is_accumulated = False
+
+    def note_forward(self) -> None:
+        """A further forward pass begins with the same weights."""
+        if self._is_differentiated and torch._C._current_graph_task_id() == -1:
+            self.is_accumulated = True
 
     def is_current(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the same parameters, unchanged."""
@@ -119,7 +145,8 @@ class Copies:
         return rows
 
     def read_transposed(self, parameters: Sequence[Tensor]) -> Weight:
-        """Their transposition (K, N); or that of some of them, with the same scale."""
+        """Their transposition (K, N); or that of some of them, with the same scale. Called by backward passes."""
+        self._is_differentiated = True
         if len(parameters) < len(self._tensors):
             return quantize_transposed(parameters, self.amax)
         transposed = self._transposed or quantize_transposed(parameters, self.amax)
@@ -139,6 +166,13 @@ class Copies:
 def _mark(p: Tensor) -> tuple[int, int] | None:
     """A parameter's address and version; None for an inference tensor, which has no version."""
     return None if p.is_inference() else (p.data_ptr(), p._version)
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether the copies of a model's weights fit beside all that training has needed so far."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.mem_get_info(device)[0] >= torch.cuda.memory_reserved(device) // 2
 
 
 def _owns_memory(p: Tensor) -> bool:
