@@ -111,3 +111,31 @@ def test_gradients_of_norms_of_heads_are_those_of_one_process(two, sequence):
         # The norms of heads run by themselves: their weights are DTensors, and the rotation takes plain heads.
         assert min(report["calls"][kind] for kind in ("norm", "mlp", "rotary")) >= 2, report["calls"]
         assert not report["unfused_heads"]
+
+
+def split_in_fp8(rank, world, device, is_fused_first):
+    """Gradients with and without FP8, and what the report says of FP8."""
+    from tigon.fusion.fp8.layers import ignore_sizes
+
+    found = []
+    for fp8 in (False, tigon.FP8(first=0, head=True)):
+        mesh, model = init_device_mesh(device.type, (world,)), qwen3().bfloat16().to(device)
+        with ignore_sizes():
+            if is_fused_first:
+                fusion = tigon.fuse(model, fp8=fp8)
+            tensor_parallel(model, mesh)
+            if not is_fused_first:
+                fusion = tigon.fuse(model, fp8=fp8)
+            found.append(gradients_of(model, device))
+    rows = [row for row in fusion.report().rows if row.kind == "fp8"]
+    return *found, [(row.calls, row.idle if row.fused else row.what) for row in rows]
+
+
+@pytest.mark.parametrize("is_fused_first", [False, True])
+def test_split_layers_and_heads_stay_in_bf16(two, is_fused_first):
+    for plain, ours, rows in two.run(split_in_fp8, is_fused_first):
+        assert ours.keys() == plain.keys()
+        assert all(torch.equal(ours[name], plain[name]) for name in plain)
+        assert rows
+        reasons = ("a layer had a hook", "its input was a DTensor") if is_fused_first else ("no plain parameter",)
+        assert all(calls == 0 and any(reason in why for reason in reasons) for calls, why in rows), rows

@@ -397,3 +397,60 @@ def test_a_model_without_layers_says_so():
     fusion = tigon.fuse(nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32)), fp8=WHOLE)
     (row,) = rows(fusion, fused=False)
     assert "no list of layers" in row.what
+
+
+class Quantised(nn.Linear):
+    """As libraries quantise layers: a subclass, whose weight is no longer what a Linear has."""
+
+
+def quantise(layer):
+    layer.__class__ = Quantised
+
+
+def narrow(layer):
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(quantise, "a subclass of torch.nn.Linear"), (narrow, "its weight is float8_e4m3fn")]
+)
+def test_quantised_layers_stay_and_the_report_says_so(change, reason):
+    model = make()
+    change(model.model.layers[1].self_attn.o_proj)
+    fusion = tigon.fuse(model, fp8=WHOLE)
+    assert [row.count for row in rows(fusion, fused=False) if reason in row.what] == [1]
+    assert sum(row.count for row in rows(fusion)) == 3 * len(model.model.layers) - 1
+
+
+def subclass(layer):
+    layer._parameters["weight"] = torch.Tensor._make_subclass(type("Other", (nn.Parameter,), {}), layer.weight.data)
+
+
+def move(layer):
+    layer.to("meta")
+    layer.forward = lambda x: x  # the plain layer would raise
+
+
+@pytest.mark.parametrize("change", [subclass, move])
+def test_a_layer_whose_weight_changes_its_kind_runs_in_bf16(change):
+    model = make()
+    fusion = tigon.fuse(model, fp8=WHOLE)
+    layer = model.model.layers[1].self_attn.o_proj
+    change(layer)
+    step(model)
+    (row,) = [row for row in rows(fusion) if row.name == "Linear"]
+    assert row.calls == row.count - 1
+    if change is subclass:
+        assert "no plain tensor on the input's device" in row.idle
+
+
+def test_a_batch_without_tokens_gives_zeros():
+    model = make()
+    fusion = tigon.fuse(model, fp8=WHOLE)
+    x = torch.zeros(0, 5, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    y = model.model.layers[1].mlp(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+    for layer in (model.model.layers[1].mlp.up_proj, model.model.layers[1].mlp.down_proj):
+        assert not layer.weight.grad.any()
+    assert fusion

@@ -50,7 +50,8 @@ class Ledger:
     recompute: which activations the backward pass recomputes instead of keeping them.
     fp8_head: whether the head's loss multiplies in FP8 where it can.
     fp8_gather: gathers sharded weights in e4m3; None for the parameters' dtype.
-    is_sharded: whether a library shards the parameters, as of the step `sharding_seen_at`.
+    is_sharded, is_split: whether a library shards the parameters, and whether tensor parallelism splits layers, as of
+        the step `sharding_seen_at`.
 
     A `Call` belongs to a single thread: threads may run one model at the same time, as in torch.nn.DataParallel.
     """
@@ -69,7 +70,7 @@ class Ledger:
         self.has_entrance = False
         self.adviser: Callable[[], str] | None = None
         self.adapters_before = 0
-        self.is_sharded, self.sharding_seen_at = False, -1
+        self.is_sharded, self.is_split, self.sharding_seen_at = False, False, -1
         self.fp8_head = False
         self.fp8_gather: Any = None
         self._calls = _Calls()

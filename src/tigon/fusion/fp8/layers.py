@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, is_hooked
@@ -165,6 +166,9 @@ def norm_in_rows(
     state: FP8Norm | None = patch.fp8
     if state is None or why_not_here(x) or not patch.is_entire_call(norm):
         return None
+    _look_at_shards(patch.ledger)
+    if patch.ledger.is_split:
+        return None
     # A checkpoint's second forward pass must save what the first one saved.
     if not state.is_read and not patch.ledger.recompute.is_elsewhere():
         return None
@@ -205,12 +209,25 @@ def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledge
 
 def _has_versions(ledger: Ledger) -> bool:
     """Whether each write to a parameter gives it a new version; libraries that shard parameters write without."""
-    if ledger.sharding_seen_at != ledger.steps:
-        ledger.sharding_seen_at, owner = ledger.steps, ledger.owner()
-        ledger.is_sharded = owner is not None and (
-            any(isinstance(m, FSDPModule) for m in owner.modules()) or hasattr(next(owner.parameters(), None), "ds_id")
-        )
+    _look_at_shards(ledger)
     return not ledger.is_sharded
+
+
+def _look_at_shards(ledger: Ledger) -> None:
+    if ledger.sharding_seen_at == ledger.steps:
+        return
+    ledger.sharding_seen_at, owner = ledger.steps, ledger.owner()
+    modules = [] if owner is None else list(owner.modules())
+    ledger.is_sharded = owner is not None and (
+        any(isinstance(m, FSDPModule) for m in modules) or hasattr(next(owner.parameters(), None), "ds_id")
+    )
+    ledger.is_split = any(map(_is_split, modules))
+
+
+def _is_split(module: nn.Module) -> bool:
+    """Whether tensor parallelism splits a layer: a hook makes the layer's input a DTensor, and takes tensors alone."""
+    has_hook = bool(module._forward_pre_hooks) and not isinstance(module, FSDPModule)
+    return has_hook and isinstance(module._parameters.get("weight"), DTensor)
 
 
 def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
@@ -254,11 +271,13 @@ def _is_touched(x: Tensor) -> bool:
 def why_not_in_fp8(x: Any) -> str:
     """Why layers with the input x, a tensor or NormedRows, ran in bf16, as a clause for the report."""
     why = why_not_here(x.normed.handle if isinstance(x, NormedRows) else x)
-    return why or "a layer had a hook, another forward, or a weight that is not a plain tensor"
+    return why or "a layer had a hook, another forward, or a weight that is no plain tensor on the input's device"
 
 
 def why_not_here(x: Any) -> str:
     """Why layers with the input x run in bf16 now, as a clause for the report; "" where they run in FP8."""
+    if isinstance(x, DTensor):
+        return "its input was a DTensor, as tensor parallelism makes"
     if torch.compiler.is_compiling() or type(x) is not Tensor or is_traced(x) or is_functorch_active():
         return "torch.compile, a trace or a transform ran the layer"
     if (autocast_dtype(x.device.type) or x.dtype) is not torch.bfloat16:

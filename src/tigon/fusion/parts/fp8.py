@@ -89,6 +89,10 @@ class FP8Part(Part):
         for module in list(layer.modules()):
             if type(module) is nn.Linear and id(module) not in joined and not is_spared(module):
                 self._fuse_linear(site, module, options)
+            elif isinstance(module, nn.Linear) and type(module) is not nn.Linear and id(module) not in joined:
+                site.record_skipped(
+                    self, module, Reason("its class is a subclass of torch.nn.Linear, as of quantised layers")
+                )
         if not any(getattr(vars(m).get("_tigon"), "fp8", None) is not None for m in layer.modules()):
             return  # nothing reads rows
         for module in list(layer.modules()):
