@@ -230,9 +230,11 @@ def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
         return None, None
     weights, biases = [], []
     for module in modules:
-        state = vars(module) if type(module) is nn.Linear else {}
+        if type(module) is not nn.Linear:
+            return None, None
+        state = vars(module)
         # FP8Part has replaced the forward of a single layer.
-        if not state or is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
+        if is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
             return None, None
         weight, bias = state["_parameters"].get("weight"), state["_parameters"].get("bias")
         if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN) or weight.device != x.device:

@@ -92,8 +92,9 @@ def _is_joint(wanted: Sequence[bool], weights: Sequence[Tensor]) -> bool:
 
 def _fp8_linear_bwd_fake(
     dy: Tensor, dy_scale: Tensor | None, x: Tensor, scale: Tensor, amax: Tensor, weights: list[Tensor],
-    need_x: bool, wanted: list[bool], bias: torch.dtype | None, dw: str, is_exact: bool,
+    needs: list[bool], bias: torch.dtype | None, dw: str, is_exact: bool,
 ) -> list[Tensor]:  # fmt: skip
+    need_x, *wanted = needs
     found = [x.new_empty(x.shape, dtype=torch.bfloat16)] if need_x else []
     if _is_joint(wanted, weights):
         found.append(weights[0].new_empty((_sum_heights(weights), weights[0].shape[1])))
@@ -107,12 +108,13 @@ def _fp8_linear_bwd_fake(
 @launcher(_fp8_linear_bwd_fake)
 def _fp8_linear_bwd(
     dy: Tensor, dy_scale: Tensor | None, x: Tensor, scale: Tensor, amax: Tensor, weights: list[Tensor],
-    need_x: bool, wanted: list[bool], bias: torch.dtype | None, dw: str, is_exact: bool,
+    needs: list[bool], bias: torch.dtype | None, dw: str, is_exact: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of x, of the weights, in one tensor where all are wanted in one dtype, and of the bias.
 
-    dy: (..., ΣN), or with dy_scale e4m3 rows. bias: its dtype, if its gradient is wanted.
+    dy: (..., ΣN), or with dy_scale e4m3 rows. needs: for x and each weight. bias: its dtype, if its gradient is wanted.
     """
+    need_x, *wanted = needs
     found: list[Tensor] = []
     plain = view_rows(dy)
     rows = Rows(plain, dy_scale) if dy_scale is not None else None
@@ -150,7 +152,7 @@ def _differentiate_linear(
     if not (need_x or any(wanted) or need_bias):
         return None, [None] * len(weights), None
     bias = ctx.bias if need_bias else None
-    found = _fp8_linear_bwd(dy, dy_scale, x, scale, amax, weights, need_x, wanted, bias, ctx.dw, ctx.is_exact)
+    found = _fp8_linear_bwd(dy, dy_scale, x, scale, amax, weights, [need_x, *wanted], bias, ctx.dw, ctx.is_exact)
     dx = found.pop(0) if need_x else None
     db = found.pop() if need_bias else None
     if _is_joint(wanted, weights):
