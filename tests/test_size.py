@@ -23,7 +23,7 @@ LINES = {  # to the next 50
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
     "tests": 65350,
-    "benchmarks": 15700,
+    "benchmarks": 16000,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 
