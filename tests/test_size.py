@@ -18,12 +18,12 @@ LINES = {  # to the next 50
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 8950,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 18250,
+    "src/tigon/ops": 18550,  # FP8 layers in compiled graphs
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 64950,
-    "benchmarks": 15700,
+    "tests": 65350,
+    "benchmarks": 16000,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 

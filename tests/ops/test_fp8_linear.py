@@ -674,7 +674,7 @@ def test_a_bad_call_gets_a_sentence(call, sentence):
 
 
 def test_devices_without_fp8_products(monkeypatch):
-    why = products.why_unsupported.__wrapped__
+    why = products._find_obstacle.__wrapped__
     assert not tigon.fp8.is_supported("cpu")
     assert "compute capability 9.0, not a device of type 'cpu'" in why(torch.device("cpu"))
     gpu = torch.device("cuda", 0)

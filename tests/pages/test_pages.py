@@ -42,6 +42,7 @@ NEEDS = {
     "how-to/own-model": "",
     "how-to/from-faiss": "",
     "how-it-works/experts": "",
+    "how-it-works/fp8": "",
     "how-it-works/losses": "",
     "backends": "",
     "how-to/add-a-part": "",

@@ -23,7 +23,8 @@ from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, is_
 from tigon.fusion.fp8.options import FP8
 from tigon.fusion.logits.deferred import Deferred, as_tensor
 from tigon.kernels import autocast_dtype
-from tigon.kernels.autograd import is_traced
+from tigon.kernels.autograd import is_exporting, is_traced
+from tigon.ops.fp8.compiled import multiply_gated_traced, multiply_traced
 from tigon.ops.fp8.gathered import GatheredWeight
 from tigon.ops.fp8.mlp import Stores, Unit, multiply_gated
 from tigon.ops.fp8.multiply import Products, multiply
@@ -164,7 +165,7 @@ def norm_in_rows(
 ) -> tuple[Tensor | None, NormedRows] | None:
     """(the residual stream, NormedRows) for a norm in front of FP8 layers; None where the norm runs in bf16."""
     state: FP8Norm | None = patch.fp8
-    if state is None or why_not_here(x) or not patch.is_entire_call(norm):
+    if state is None or torch.compiler.is_compiling() or why_not_here(x) or not patch.is_entire_call(norm):
         return None
     _look_at_shards(patch.ledger)
     if patch.ledger.is_split:
@@ -187,8 +188,10 @@ def multiply_in_fp8(group: FP8Group, modules: Sequence[Any], x: Any, ledger: Led
     source, operands = _read_operands(x, modules)
     if source is None:
         return None
-    group.store.is_versioned = _has_versions(ledger)
     weights, biases = operands
+    if torch.compiler.is_compiling():
+        return multiply_traced(source, weights, biases, group.products)
+    group.store.is_versioned = _has_versions(ledger)
     return multiply(source, group.store, weights, biases, group.products, ledger.recompute.checkpoint_hooks())
 
 
@@ -201,6 +204,9 @@ def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledge
     if len(modules) == 2:
         weights.insert(1, None)
         biases.insert(1, None)
+    if torch.compiler.is_compiling():
+        own = unit.unit
+        return multiply_gated_traced(source, tuple(weights), tuple(biases), own.act, own.keep, own.products)
     for store in unit.stores:
         store.is_versioned = _has_versions(ledger)
     hooks = ledger.recompute.checkpoint_hooks()
@@ -234,15 +240,19 @@ def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
     """What to multiply, and the layers' weights and biases; (None, None) where a layer is not plain."""
     # A tensor that other code has written into differs from the rows.
     rows = x if isinstance(x, NormedRows) and (x.tensor is None or not _is_touched(x.tensor)) else None
+    if torch.compiler.is_compiling():  # an eager norm in front of a compiled layer
+        rows = None
     if rows is None:
         x = as_tensor(x)
     if why_not_here(rows.normed.handle if rows is not None else x):
         return None, None
     weights, biases = [], []
     for module in modules:
-        state = vars(module) if type(module) is nn.Linear else {}
+        if type(module) is not nn.Linear:
+            return None, None
+        state = vars(module)
         # FP8Part has replaced the forward of a single layer.
-        if not state or is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
+        if is_hooked(module) or ("forward" in state and getattr(state.get("_tigon"), "fp8", None) is None):
             return None, None
         weight, bias = state["_parameters"].get("weight"), state["_parameters"].get("bias")
         if (
@@ -270,16 +280,17 @@ def _is_touched(x: Tensor) -> bool:
 
 def why_not_in_fp8(x: Any) -> str:
     """Why layers with the input x, a tensor or NormedRows, ran in bf16, as a clause for the report."""
+    if torch.compiler.is_compiling():
+        return ""  # nothing is counted
     why = why_not_here(x.normed.handle if isinstance(x, NormedRows) else x)
     return why or "a layer had a hook, another forward, or a weight that is no plain tensor on the input's device"
 
 
 def why_not_here(x: Any) -> str:
     """Why layers with the input x run in bf16 now, as a clause for the report; "" where they run in FP8."""
-    if isinstance(x, DTensor):
-        return "its input was a DTensor, as tensor parallelism makes"
-    if torch.compiler.is_compiling() or type(x) is not Tensor or is_traced(x) or is_functorch_active():
-        return "torch.compile, a trace or a transform ran the layer"
+from tigon.kernels.autograd import is_exporting, is_traced
+from tigon.ops.fp8.compiled import multiply_gated_traced, multiply_traced
+from tigon.ops.fp8.gathered import GatheredWeight
     if (autocast_dtype(x.device.type) or x.dtype) is not torch.bfloat16:
         return f"its input was {str(x.dtype).removeprefix('torch.')}, and FP8 products give bf16"
     tokens = x.numel() // max(x.shape[-1], 1)

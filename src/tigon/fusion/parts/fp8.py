@@ -26,7 +26,7 @@ class FP8Part(Part):
     """The linear layers inside the model's decoder layers, but for the first and last."""
 
     kind, stage, argument = "fp8", Stage.LAST, "fp8"
-    compiled = "fp8: layers run in bf16 under torch.compile."
+    compiled = "fp8: under torch.compile weights are rounded at each use, and norms in front of FP8 layers run in bf16."
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         options: FP8 | None = site.options.fp8

@@ -81,7 +81,8 @@ def _fp8_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
     def run(x: Any) -> Tensor | None:
         return run_unit_in_fp8(patch.fp8, layers, x, patch.ledger)
 
-    if recompute.mlp and torch.is_grad_enabled() and recompute.is_running():
+    is_run_again = recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if is_run_again and recompute.is_running():
         y: Tensor | None = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     else:
         y = run(x)

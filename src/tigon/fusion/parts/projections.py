@@ -96,8 +96,6 @@ def _shares_code(installed: Any, forward: Any) -> bool:
 
 def run_together(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple[Tensor, ...] | None:
     """The layers' results for x; None where each has to be called. key: the ledger's key for the calls."""
-    if torch.compiler.is_compiling():
-        return None
     patch: Patch | None = module.__dict__.get("_tigon")
     if patch is None or not patch.ledger.active:
         return None
@@ -110,6 +108,8 @@ def run_together(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple
             patch.ledger.count("linear", key)
             return ys
         patch.ledger.count_fallback("fp8", (type(module), names), why_not_in_fp8(x))
+    if torch.compiler.is_compiling():
+        return None
     x = as_tensor(x)
     layers = plain_layers([modules.get(name) for name in names], x)
     if layers is None:

@@ -16,6 +16,7 @@ from tigon.kernels import Layer, autocast_dtype, check_tensors, unknown_keyword,
 from tigon.kernels.dispatch import _PLAIN
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.fp8 import rows, weight
+from tigon.ops.fp8.compiled import multiply_gated_traced, multiply_traced
 from tigon.ops.fp8.mlp import KEEPS, Keep, Stores, Unit, multiply_gated
 from tigon.ops.fp8.multiply import Products, multiply
 from tigon.ops.fp8.products import why_unsupported
@@ -23,6 +24,7 @@ from tigon.ops.fp8.recipe import ALIGNMENT, Rows, Weight
 from tigon.ops.fp8.store import JointWeight
 
 DTYPES = (torch.bfloat16, torch.float32)  # of parameters
+PRODUCTS = Products()
 
 
 def is_supported(device: torch.device | str | int) -> bool:
@@ -109,8 +111,10 @@ def gated_mlp(
     elif N % (2 * ALIGNMENT):
         raise ValueError(f"gated_mlp: gate must have a multiple of {2 * ALIGNMENT} rows where up is None, got {N}.")
     _check_layer("gated_mlp", "down", down_weight, down_bias, x, N if up_weight is not None else N // 2)
-    stores = Stores(JointWeight("use"), JointWeight("use"))
     weights, biases = (gate_weight, up_weight, down_weight), (gate_bias, up_bias, down_bias)
+    if torch.compiler.is_compiling():
+        return multiply_gated_traced(x, weights, biases, act, keep, PRODUCTS)
+    stores = Stores(JointWeight("use"), JointWeight("use"))
     return multiply_gated(x, stores, weights, biases, Unit(act, keep))
 
 
@@ -154,7 +158,9 @@ def multiply_by(
     x = _check_input(name, x)
     for weight_, bias in zip(weights, biases, strict=True):
         _check_layer(name, "weight", weight_, bias, x, x.shape[-1])
-    return multiply(x, store, weights, biases, Products())
+    if torch.compiler.is_compiling():
+        return multiply_traced(x, weights, biases, PRODUCTS)
+    return multiply(x, store, weights, biases, PRODUCTS)
 
 
 def _check_input(name: str, x: Tensor) -> Tensor:

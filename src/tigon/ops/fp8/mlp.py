@@ -38,7 +38,6 @@ from tigon.ops.fp8.recipe import Rows
 from tigon.ops.fp8.reference import compute_slope
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.fp8.store import JointWeight
-from tigon.ops.fp8.untraced import run_untraced
 from tigon.ops.gated import gated_backward
 
 Keep = Literal["bf16", "fp8"]
@@ -81,7 +80,7 @@ def multiply_gated(
     # Without a backward pass nothing is made for one.
     inputs = (carrier, *weights, *biases)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    found = run_untraced(_fp8_gated_mlp, carrier, normed, stores, unit, saved_by, trains, *weights, *biases)
+    found = _fp8_gated_mlp(carrier, normed, stores, unit, saved_by, trains, *weights, *biases)
     y: Tensor = found[0]
     return y
 

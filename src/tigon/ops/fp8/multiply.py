@@ -23,7 +23,6 @@ from tigon.ops.fp8.products import multiply_columns, multiply_rows
 from tigon.ops.fp8.recipe import Norm, Rows
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.fp8.store import JointWeight
-from tigon.ops.fp8.untraced import run_untraced
 
 Hooks = tuple[Any, Any] | None
 BESIDE = 3  # tensors that `quantize_rows` reads side by side
@@ -61,7 +60,7 @@ def multiply(
     carrier, normed = (source.handle, source) if isinstance(source, Normed) else (source, None)
     saved_by = saved_by if torch.is_grad_enabled() else None
     tensors = (*parameters, *biases)
-    ys = run_untraced(_fp8_linear, carrier, normed, weights, options, saved_by, len(parameters), *tensors)
+    ys = _fp8_linear(carrier, normed, weights, options, saved_by, len(parameters), *tensors)
     return tuple(ys[: len(parameters)])
 
 

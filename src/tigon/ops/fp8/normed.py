@@ -20,7 +20,6 @@ from tigon.ops.fp8.constants import read_constant
 from tigon.ops.fp8.norm_rows import norm_rows
 from tigon.ops.fp8.recipe import Norm, Rows
 from tigon.ops.fp8.reference import norm_again
-from tigon.ops.fp8.untraced import run_untraced
 from tigon.ops.rms_norm import MAX_TILE, _rms_norm_bwd, _rms_norm_fwd
 
 
@@ -52,7 +51,7 @@ def norm_to_rows(
         forked: without a residual, return x as the stream, so that this node adds both gradients of x.
     Returns: (stream, norm). The stream is x + residual, rounded to their promoted dtype; x itself if forked; else None.
     """
-    found = run_untraced(_norm_to_rows, x, residual, weight, eps, offset, cast, forked)
+    found = _norm_to_rows(x, residual, weight, eps, offset, cast, forked)
     total, handle, data, scale, rstd = found
     norm = Norm(rstd, weight, offset, cast)
     return total, Normed(handle, Rows(data, scale), x if total is None else total, norm, eps)

@@ -20,9 +20,17 @@ from tigon.ops.fp8.recipe import Rows, Weight
 from tigon.ops.fp8.reference import multiply_columns_reference, multiply_rows_reference
 
 
-@functools.cache
 def why_unsupported(device: torch.device) -> str:
     """The reason, as a sentence, why FP8 products do not run in FP8 on a device; "" if they do."""
+    return _find_obstacle(device)
+
+
+# As `torch.compiler.assume_constant_result` does, which imports all of Dynamo: graphs call no driver.
+why_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _find_obstacle(device: torch.device) -> str:
     if device.type != "cuda":
         return f"FP8 products need an NVIDIA GPU with compute capability 9.0, not a device of type {device.type!r}."
     if not torch.cuda.is_available():
