@@ -9,6 +9,7 @@ Keep = Literal["bf16", "fp8"]
 Weights = Literal["auto", "use", "step"]
 WeightGradients = Literal["fp8", "bf16"]
 Sums = Literal["fast", "exact"]
+Base = Literal["keep", "release"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class FP8:
         sums: "fast": the tensor cores' own accumulator. "exact": fp32 sums after every 128 terms, about 7 % slower
             products.
         skip: names, or parts of names, of layers that stay in bf16.
+        base: frozen weights under LoRA adapters. "keep": they stay, beside FP8 copies. "release": one FP8 copy takes
+            their place, and half of their memory; `remove()` and merging give them back as rounded.
     Raises: ValueError for a negative count or an unknown choice.
     """
 
@@ -38,6 +41,7 @@ class FP8:
     dw: WeightGradients = "fp8"
     sums: Sums = "fast"
     skip: tuple[str, ...] = ()
+    base: Base = "keep"
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -46,7 +50,8 @@ class FP8:
                 raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
         if not isinstance(self.head, bool):
             raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
-        for name, kind in (("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums)):
+        kinds = ("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums), ("base", Base)
+        for name, kind in kinds:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")
         if not isinstance(self.skip, list | tuple | set | frozenset) or not all(isinstance(n, str) for n in self.skip):
