@@ -7,6 +7,7 @@ PEFT merges an adapter by writing to the base layer's weight without a new versi
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from tigon.fusion.fp8.layers import has_versions, why_layer_unfit, why_not_here
 from tigon.fusion.fp8.options import FP8
 from tigon.ops.fp8.frozen import FrozenStack, ReplacedWeight, ReplacedWeights
 from tigon.ops.fp8.products import why_unsupported
-from tigon.ops.fp8.store import JointWeight
+from tigon.ops.fp8.store import Copies, JointWeight
 
 WRITERS = ("merge", "unmerge")  # PEFT's methods that write to the base layer's weight
 
@@ -37,6 +38,7 @@ class FP8Bases:
         self.replaced: ReplacedWeights | None = None
         self.bases: list[nn.Module] = []  # those whose weights are replaced
         self.why = ""
+        self._stack: FrozenStack | None = None  # of the last call; all layers of a call must have the same
         self.key = ("adapters", names, options.base)  # under which calls are counted
 
     def release(self, bases: Sequence[nn.Linear]) -> None:
@@ -50,6 +52,7 @@ class FP8Bases:
     def restore_weights(self) -> None:
         """Give the base layers their weights, as rounded if they were released, and drop all copies."""
         self.store.clear()
+        self._stack = None
         if self.replaced is None:
             return
         for base, parameter, index in zip(self.bases, self.replaced.give_back(), range(len(self.bases)), strict=True):
@@ -80,11 +83,20 @@ class FP8Bases:
             return None
         if self.replaced is not None:
             is_ours = all(isinstance(p, ReplacedWeight) and p.source is self.replaced for p in parameters)
-            return (FrozenStack(self.replaced, parameters, is_exact=self.is_exact), index) if is_ours else None
+            return (self._stack_for(self.replaced, parameters), index) if is_ours else None
         if any(type(p) is ReplacedWeight or p.requires_grad for p in parameters):
             return None
         self.store.is_versioned = has_versions(ledger)
-        return FrozenStack(self.store.read(parameters), parameters, is_exact=self.is_exact), index
+        return self._stack_for(self.store.read(parameters), parameters), index
+
+    def _stack_for(self, copies: Copies | ReplacedWeights, parameters: list[Any]) -> FrozenStack:
+        last = self._stack
+        if last is None or last.copies is not copies or any(map(operator.is_not, last.parameters, parameters)):
+            last = self._stack = FrozenStack(copies, parameters, is_exact=self.is_exact)
+        return last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_stack": None}  # copies are a cache, of other parameters than those of a copied model
 
 
 class _Writer(BoundForward):

@@ -99,7 +99,8 @@ class ReplacedWeight(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        own = args[0] if args and isinstance(args[0], ReplacedWeight) else None
+        # torch.nn.init passes its tensor by keyword.
+        own = next((t for t in (*args[:1], *kwargs.values()) if isinstance(t, ReplacedWeight)), None)
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else None
         is_read = attribute not in _PROPERTIES_OF_NUMBERS if name == "__get__" else name in _METHODS_WITHOUT_NUMBERS
         if own is not None:
@@ -144,8 +145,8 @@ class ReplacedWeight(nn.Parameter):
 
 def _refuse_write() -> NoReturn:
     raise RuntimeError(
-        'fuse: the weight under this adapter is kept in FP8 alone (FP8(base="release")), and cannot be written or '
-        "moved. Call fusion.remove() before, which gives the weight back as rounded."
+        'fuse: the weight under this adapter is kept in FP8 alone (FP8(base="release")), and cannot be written, '
+        "trained or moved. Call fusion.remove() before, which gives the weight back as rounded."
     )
 
 

@@ -99,6 +99,17 @@ def stack_factors(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]
     return wholes
 
 
+def multiply_frozen(rows: Tensor, weight: FrozenFP8) -> Tensor:
+    """rows (M, H) Wᵀ."""
+    return weight.multiply(QUANTIZERS[weight.block](rows))
+
+
+def multiply_frozen_transposed(dy: Tensor, weight: FrozenFP8) -> Tensor:
+    """dy (M, N) W."""
+    fold: Tensor | None = getattr(weight, "fold", None)  # scales of the weight's rows, which no product could apply
+    return weight.multiply_transposed(QUANTIZERS[weight.block](dy if fold is None else dy * fold))
+
+
 class _Rounded:
     """Rows (M, H), and the same in e4m3, made at the first use."""
 
@@ -274,9 +285,7 @@ class Group:
             dx = joint.multiply_transposed(rows)
         else:
             for frozen, dy in fp8:
-                fold = getattr(frozen, "fold", None)  # scales of the weight's rows, which no product could apply
-                dy = dy if fold is None else dy * fold
-                part = frozen.multiply_transposed(QUANTIZERS[frozen.block](dy))
+                part = multiply_frozen_transposed(dy, frozen)
                 dx = part if dx is None else dx.add_(part)
         for i, dy in given:
             if self.fp8[i] is None:
