@@ -177,11 +177,15 @@ def _read_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Rea
 
 def _read_frozen(layer: LoRA, x: Tensor, weight: Tensor, cast: torch.dtype | None) -> LoRA | Reason:
     """A layer whose weight (N, H) stands in another representation; weight: as the base layer has it."""
-    fits = x.dtype == weight.dtype or (cast is not None and x.dtype != torch.float64)
+    if isinstance(weight, ReplacedWeight):
+        dtype, device, shape = weight.facts
+    else:
+        dtype, device, shape = weight.dtype, weight.device, weight.shape
+    fits = x.dtype == dtype or (cast is not None and x.dtype != torch.float64)
     bias = layer.bias
-    if not fits or weight.device != x.device or (bias is not None and type(bias) not in _PLAIN):
+    if not fits or device != x.device or (bias is not None and type(bias) not in _PLAIN):
         return DTYPES_DIFFER
-    known = weight.shape == (layer.b.shape[0], x.shape[-1]) and layer.b.shape[1] == layer.a.shape[0]
+    known = shape == (layer.b.shape[0], x.shape[-1]) and layer.b.shape[1] == layer.a.shape[0]
     own = bias is None or (bias.device == x.device and (cast is not None or bias.dtype == x.dtype))
     return Known(*layer) if known and own else layer
 

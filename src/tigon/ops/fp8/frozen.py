@@ -58,7 +58,7 @@ class ReplacedWeights:
         shape = self.sizes[i], self.rows.data.shape[1]
         number = torch.full((), torch.nan, dtype=self.dtypes[i], device=self.rows.data.device)
         made: ReplacedWeight = torch.Tensor._make_subclass(ReplacedWeight, number.expand(shape), False)
-        made.source, made.position = self, i
+        made.source, made.position, made.facts = self, i, (number.dtype, number.device, torch.Size(shape))
         return made
 
     def give_back(self) -> list[nn.Parameter]:
@@ -91,6 +91,8 @@ class ReplacedWeight(nn.Parameter):
 
     source: ReplacedWeights
     position: int
+    facts: tuple[torch.dtype, torch.device, torch.Size]
+    """The same as dtype, device and shape, which take longer to read."""
 
     def dequantize(self) -> Tensor:
         return self.source.dequantize(self.position)
