@@ -46,7 +46,7 @@ from tigon.ops.fp8.gated_gradient import gated_gradient
 from tigon.ops.fp8.gated_rows import gated_rows
 from tigon.ops.fp8.norm_rows import norm_rows
 from tigon.ops.fp8.recipe import E4M3, Norm
-from tigon.ops.fp8.rows import quantize_rows
+from tigon.ops.fp8.rows import MAX_TILE, quantize_rows
 from tigon.ops.fp8.weight import quantize_transposed, quantize_weight
 from tigon.ops.linear.lora_mlp import lora_mlp
 from tigon.rank.kernels.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
@@ -544,6 +544,8 @@ def fp8_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callab
         beside = [torch.empty(8192, N + 64, dtype=dtype)[:, : N // n] for n in (2, 4, 4)]
         yield "fp8_rows", "", x.shape, dtype, functools.partial(quantize_rows, x)
         yield "fp8_rows", "three beside", x.shape, dtype, functools.partial(quantize_rows, *beside)
+        if N > MAX_TILE:
+            yield "fp8_rows", "two beside", x.shape, dtype, functools.partial(quantize_rows, beside[0], beside[0])
         for residual in (None, x):
             why = "" if residual is None else "with a residual"
             call = functools.partial(norm_rows, x, residual, weight, 1e-5, 0.0, "llama")

@@ -12,18 +12,18 @@ LINES = {  # to the next 50
     "src/tigon/cli": 3750,
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 9750,
+    "src/tigon/fusion": 10050,
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 3750,
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 8950,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 18550,  # FP8 layers in compiled graphs
+    "src/tigon/ops": 18700,
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 65350,
-    "benchmarks": 16000,
+    "tests": 65650,
+    "benchmarks": 15700,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 

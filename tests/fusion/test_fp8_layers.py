@@ -381,18 +381,6 @@ def test_bad_options_get_a_sentence(call, message):
         call()
 
 
-def test_layers_with_adapters_stay():
-    """PEFT merges into a base layer's weight without a new version, so a kept copy would go on without the adapter."""
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"]))
-    fusion = tigon.fuse(model, fp8=WHOLE)
-    left = [row for row in rows(fusion, fused=False) if "adapter" in row.what]
-    assert sum(row.count for row in left) == 9
-    assert not any("_tigon" in vars(m) for name, m in model.named_modules() if name.endswith("base_layer"))
-    step(model)
-    assert sum(row.calls for row in fusion.report().rows if row.kind == "adapters") == 9
-
-
 def test_a_model_without_layers_says_so():
     fusion = tigon.fuse(nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32)), fp8=WHOLE)
     (row,) = rows(fusion, fused=False)

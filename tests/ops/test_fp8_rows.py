@@ -76,7 +76,10 @@ def test_rows_are_read_in_place(width, device):
     check(quantize_rows(x), quantize_rows_reference(x))
 
 
-@pytest.mark.parametrize("widths", [(64, 16), (64, 16, 16), (100, 17, 12), (1024, 256, 256), (MAX_TILE, 16, 16)])
+@pytest.mark.parametrize(
+    "widths",
+    [(64, 16), (64, 16, 16), (100, 17, 12), (1024, 256, 256), (MAX_TILE, 16, 16), (MAX_TILE, 48), (32, MAX_TILE + 16)],
+)
 def test_tensors_side_by_side_share_a_scale(widths, device):
     parts = [torch.randn(7, width + 16 * i, device=device).bfloat16()[:, :width] for i, width in enumerate(widths)]
     for i, part in enumerate(parts):

@@ -16,6 +16,7 @@ from harness.training import MASKED
 
 SIDES = {
     "hf": "HF + PEFT", "liger": "Liger", "unsloth": "Unsloth", "tigon": "Tigon (`cheap`)",
+    "tigon-fp8": "Tigon (`cheap`, FP8)", "tigon-fp8-release": "Tigon (`cheap`, FP8, base released)",
     "tigon-offload": "Tigon (`cheap`, offload)", "tigon-mlp-offload": "Tigon (`mlp`, offload)",
 }  # fmt: skip
 

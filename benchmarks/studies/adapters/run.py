@@ -35,6 +35,7 @@ PACKAGES = ("unsloth", "unsloth_zoo", "bitsandbytes")  # beside those that every
 USUAL_S = 12.0  # seconds that a side takes of a case, before anything is known of it
 START_S = 150.0  # seconds that a process may import
 ALL = ("tigon", "unsloth", "hf", "liger")
+FP8 = ("tigon-fp8", "tigon-fp8-release")
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ LLAMA = "llama-3-8b"
 FAMILIES = ("mistral-7b", "qwen2-7b", "gemma-2-2b")
 # The most important first: a budget that is too small leaves out the last ones.
 CASES = (
-    Case(LLAMA, 2, 1024, ("fp32", "hf", *(s for s in ALL if s != "hf")), measure="gradients", layers=4),
-    Case(LLAMA, 4, 2048, (*ALL, "tigon-offload"), checkpointing=True),
-    Case(LLAMA, 4, 2048, ALL),
+    Case(LLAMA, 2, 1024, ("fp32", "hf", *(s for s in ALL if s != "hf"), *FP8), measure="gradients", layers=4),
+    Case(LLAMA, 4, 2048, (*ALL, "tigon-offload", *FP8), checkpointing=True),
+    Case(LLAMA, 4, 2048, (*ALL, *FP8)),
     Case(LLAMA, 4, 2048, (*ALL, "tigon-offload", "tigon-mlp-offload"), quantized="nf4", checkpointing=True),
     Case(LLAMA, 2, 1024, ("fp32", "hf", "tigon", "unsloth", "liger"), quantized="nf4", checkpointing=True,
          measure="gradients", layers=4),

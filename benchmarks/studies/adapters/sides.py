@@ -177,7 +177,10 @@ def of_peft(row: Row, config: Any, device: torch.device) -> tuple[Any, Callable[
     import tigon
 
     level = "mlp" if "mlp" in row.side else "cheap"
-    fusion = tigon.fuse(model, recompute=level, offload=row.side.endswith("offload"))
+    fp8: bool | tigon.FP8 = False
+    if "fp8" in row.side:
+        fp8 = tigon.FP8(base="release" if row.side.endswith("release") else "keep")
+    fusion = tigon.fuse(model, recompute=level, offload=row.side.endswith("offload"), fp8=fp8)
     return model, lambda: str(fusion.report())
 
 

@@ -178,6 +178,9 @@ def restore(module: nn.Module) -> None:
     patch = state.get("_tigon")
     if patch is None:
         return
+    give_back = getattr(patch.fp8, "give_back", None)
+    if give_back is not None:
+        give_back(module)
     # If other code has wrapped the replaced forward since, the wrapper stays; the replaced forward, inactive now,
     # calls the plain forward. If `forward` still equals `before`, install was interrupted: the rest goes too.
     if not patch.is_installed_on(module) and state.get("forward") is not patch.before:
@@ -215,7 +218,8 @@ def _state(self: Any) -> Any:
     left_out = {*INSTALLED, "_tigon_fusion"}
     if not patch.is_installed_on(self):  # other code has wrapped the forward
         left_out.remove("forward")
-    plain = {name: value for name, value in state.items() if name not in left_out}
+    ours = {name for name, value in state.items() if isinstance(value, BoundForward)}
+    plain = {name: value for name, value in state.items() if name not in left_out | ours}
     if patch.before is not None:
         plain.setdefault("forward", patch.before)
     return _State(state, plain)

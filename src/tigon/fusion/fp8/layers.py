@@ -191,7 +191,7 @@ def multiply_in_fp8(group: FP8Group, modules: Sequence[Any], x: Any, ledger: Led
     weights, biases = operands
     if torch.compiler.is_compiling():
         return multiply_traced(source, weights, biases, group.products)
-    group.store.is_versioned = _has_versions(ledger)
+    group.store.is_versioned = has_versions(ledger)
     return multiply(source, group.store, weights, biases, group.products, ledger.recompute.checkpoint_hooks())
 
 
@@ -208,12 +208,12 @@ def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledge
         own = unit.unit
         return multiply_gated_traced(source, tuple(weights), tuple(biases), own.act, own.keep, own.products)
     for store in unit.stores:
-        store.is_versioned = _has_versions(ledger)
+        store.is_versioned = has_versions(ledger)
     hooks = ledger.recompute.checkpoint_hooks()
     return multiply_gated(source, unit.stores, tuple(weights), tuple(biases), unit.unit, hooks)
 
 
-def _has_versions(ledger: Ledger) -> bool:
+def has_versions(ledger: Ledger) -> bool:
     """Whether each write to a parameter gives it a new version; libraries that shard parameters write without."""
     _look_at_shards(ledger)
     return not ledger.is_sharded
@@ -299,8 +299,11 @@ from tigon.ops.fp8.gathered import GatheredWeight
     return why_unsupported(x.device) if x.is_cuda else ""
 
 
-def why_layer_unfit(layers: Sequence[nn.Linear]) -> str:
-    """Why linear layers with one input stay in bf16, as a clause for the report; "" where they may run in FP8."""
+def why_layer_unfit(layers: Sequence[nn.Linear], outer: int = 0) -> str:
+    """Why linear layers with one input stay in bf16, as a clause for the report; "" where they may run in FP8.
+
+    outer: the width of all results with that input, if these layers are not all.
+    """
     for layer in layers:
         weight = layer._parameters.get("weight")
         if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
@@ -309,7 +312,7 @@ def why_layer_unfit(layers: Sequence[nn.Linear]) -> str:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}, and FP8 takes bf16 or fp32"
         if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
             return f"its sizes are no multiples of {ALIGNMENT}"
-    inner, outer = layers[0].in_features, sum(layer.out_features for layer in layers)
+    inner, outer = layers[0].in_features, max(outer, sum(layer.out_features for layer in layers))
     if _sizes_count and (max(inner, outer) < LEAST_WIDTH or min(inner, outer) < LEAST_INNER):
         return "its product is too small for FP8 to pay"
     return ""

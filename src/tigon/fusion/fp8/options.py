@@ -10,6 +10,7 @@ Weights = Literal["auto", "use", "step"]
 WeightGradients = Literal["fp8", "bf16"]
 Sums = Literal["fast", "exact"]
 AllGather = Literal["bf16", "fp8"]
+Base = Literal["keep", "release"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class FP8:
         all_gather: what FSDP2 gathers of the weights of FP8 layers: the parameters' own dtype, or with "fp8" e4m3, one
             byte a parameter. The same numbers in FP8 layers; other code that reads such a weight while it is gathered
             reads the rounded weight.
+        base: frozen weights under LoRA adapters. "keep": they stay, beside FP8 copies. "release": one FP8 copy takes
+            their place, and half of their memory; `remove()` and merging give them back as rounded.
     Raises: ValueError for a negative count or an unknown choice.
     """
 
@@ -44,6 +47,7 @@ class FP8:
     sums: Sums = "fast"
     skip: tuple[str, ...] = ()
     all_gather: AllGather = "bf16"
+    base: Base = "keep"
 
     def __post_init__(self) -> None:
         for name in ("first", "last"):
@@ -52,7 +56,9 @@ class FP8:
                 raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
         if not isinstance(self.head, bool):
             raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
-        choices = {"keep": Keep, "weights": Weights, "dw": WeightGradients, "sums": Sums, "all_gather": AllGather}
+        choices = {
+            "keep": Keep, "weights": Weights, "dw": WeightGradients, "sums": Sums, "all_gather": AllGather, "base": Base,
+        }  # fmt: skip
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")

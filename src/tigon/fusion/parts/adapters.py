@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.engine.part import Part, Site, Stage, register
-from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
+from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward, restore
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import read_groups
+from tigon.fusion.fp8.adapters import count_base
 from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.head import get_head
-from tigon.fusion.parts.lora_layers import find_source, is_adapted, lasting_reason, multiplies_itself, read_lora
+from tigon.fusion.parts.lora_layers import (
+    find_source,
+    has_plain_base,
+    is_adapted,
+    lasting_reason,
+    multiplies_itself,
+    read_lora,
+)
 from tigon.kernels import autocast_dtype
 from tigon.ops.linear.adapters import lora_linear
 from tigon.ops.linear.lora import LoRA
@@ -49,7 +57,7 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not held.results:
             del ledger.waiting[siblings]
         if y is not None:
-            ledger.count("adapters", patch.key)
+            _count(patch)
             return y
     layers, loras = [self], [own]
     for sibling in siblings.behind(self):
@@ -60,8 +68,13 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ys = run(x, loras, ledger.recompute.checkpoint_hooks())
     if len(ys) > 1:
         ledger.waiting[siblings] = _Held(x, zip(layers[1:], loras[1:], ys[1:], strict=True))
-    ledger.count("adapters", patch.key)
+    _count(patch)
     return ys[0]
+
+
+def _count(patch: Patch) -> None:
+    patch.ledger.count("adapters", patch.key)
+    count_base(patch)
 
 
 def run(x: Tensor, layers: list[LoRA], saved_by: Any) -> tuple[Tensor, ...]:
@@ -85,7 +98,7 @@ def _is_apart(x: Tensor, layer: LoRA) -> bool:
 
 def _as_came(x: Tensor, layer: LoRA, y: Tensor) -> Tensor:
     """bitsandbytes layers return the input's dtype, also where autocast chose another."""
-    return y if isinstance(layer.weight, Tensor) else y.to(x.dtype)
+    return y if has_plain_base(layer) else y.to(x.dtype)
 
 
 def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
@@ -97,7 +110,7 @@ def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
     if isinstance(lora, Reason) or _is_apart(x, lora):
         return None
     # Results that bitsandbytes would widen again are left to the module.
-    return lora if isinstance(lora.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
+    return lora if has_plain_base(lora) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
 
 
 def may_be_adapted(layer: Any) -> bool:
@@ -107,8 +120,7 @@ def may_be_adapted(layer: Any) -> bool:
 
 
 def count_here(layer: Any) -> None:
-    patch: Patch = vars(layer)["_tigon"]
-    patch.ledger.count("adapters", patch.key)
+    _count(vars(layer)["_tigon"])
 
 
 class _Held:
@@ -196,6 +208,11 @@ class Adapters(Part):
         for name, layer in children.items():
             patch = site.find_patch(layer)
             there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # on a repeated pass
+            base: Any = layer.base_layer
+            own = site.find_patch(base)
+            if own is not None and own.part is not None and own.part.kind == "fp8":
+                # FP8 copies of a plain layer would outlive a merge, which gives the weight no new version.
+                restore(base)
             reason = lasting_reason(layer) or (None if there else site.why_not(layer))
             if reason is None or there:
                 ours.append(name)

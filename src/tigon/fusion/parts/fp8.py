@@ -6,7 +6,8 @@ them to run in FP8. The forward of a linear layer outside these, such as attenti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,9 +15,12 @@ from torch import nn
 from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, plain_forward
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.fp8.adapters import FP8Bases, install_bases, why_base_unfit, why_not_released
 from tigon.fusion.fp8.gather import WeightGather
 from tigon.fusion.fp8.layers import FP8Group, FP8Norm, FP8Unit, multiply_in_fp8, why_layer_unfit, why_not_in_fp8
 from tigon.fusion.fp8.options import FP8
+from tigon.fusion.parts.adapters import ADAPTERS
+from tigon.fusion.parts.lora_layers import lasting_reason
 from tigon.fusion.parts.mlp import Gated
 from tigon.fusion.parts.norm import is_rms_norm
 from tigon.fusion.parts.projections import find_groups
@@ -54,11 +58,10 @@ class FP8Part(Part):
             return any(word in names.get(id(m), "") for m in modules for word in options.skip)
 
         joined: set[int] = set()
-        for module in layer.modules():
-            # PEFT merges into the weights of base layers without giving them a new version.
-            if "base_layer" in module._modules:
-                joined |= {id(m) for m in module.modules()}
-                site.record_skipped(self, module, Reason("it has an adapter"))
+        adapted = [m for m in layer.modules() if "base_layer" in m._modules]
+        for module in adapted:
+            joined |= {id(m) for m in module.modules()}
+        self._fuse_bases(site, layer, options, is_spared)
         for module in list(layer.modules()):
             patch = site.find_patch(module)
             formula = None if patch is None else patch.formula
@@ -66,6 +69,8 @@ class FP8Part(Part):
                 layers = [
                     getattr(module, name) for name in (formula.gate, formula.up, formula.down) if name is not None
                 ]
+                if any(m in adapted for m in layers):
+                    continue  # each layer by itself
                 joined |= {id(m) for m in layers}
                 if is_spared(module, *layers):
                     continue
@@ -78,6 +83,8 @@ class FP8Part(Part):
             elif patch is not None:
                 for group in _list_groups(patch, module):
                     layers = [getattr(module, name) for name in group]
+                    if any(m in adapted for m in layers):
+                        continue
                     joined |= {id(m) for m in layers}
                     if is_spared(module, *layers):
                         continue
@@ -93,12 +100,47 @@ class FP8Part(Part):
                 site.record_skipped(
                     self, module, Reason("its class is a subclass of torch.nn.Linear, as of quantised layers")
                 )
-        if not any(getattr(vars(m).get("_tigon"), "fp8", None) is not None for m in layer.modules()):
-            return  # nothing reads rows
+        if adapted or not any(getattr(vars(m).get("_tigon"), "fp8", None) is not None for m in layer.modules()):
+            return  # nothing reads rows, or adapters read the norm in bf16
         for module in list(layer.modules()):
             patch = site.find_patch(module)
             if patch is not None and is_rms_norm(module) and not patch.is_head_norm:
                 patch.fp8 = FP8Norm()
+
+    def _fuse_bases(self, site: Site, layer: nn.Module, options: FP8, is_spared: Callable[..., bool]) -> None:
+        """The frozen layers under adapters, those with one input together."""
+        shared = site.get_cached(_SharedWeights).read(site.model)
+        for parent in list(layer.modules()):
+            groups = []
+            for module in parent.children():
+                patch = site.find_patch(module)
+                if patch is not None and patch.part is ADAPTERS:
+                    groups.append(patch.formula)
+                elif "base_layer" in module._modules and not is_spared(module):
+                    reason = lasting_reason(module) if hasattr(module, "lora_A") else None
+                    site.record_skipped(self, module, reason or Reason("it has an adapter that PEFT's own code runs"))
+            for siblings in dict.fromkeys(groups):
+                layers: list[Any] = [parent._modules[name] for name in siblings.names]
+                names = []
+                for name, child in zip(siblings.names, layers, strict=True):
+                    if is_spared(child):
+                        continue
+                    if why := why_base_unfit(child, layers):
+                        site.record_skipped(self, child, Reason(why))
+                    else:
+                        names.append(name)
+                if names:
+                    self._install_bases(site, FP8Bases(options, tuple(names)), parent, shared)
+
+    def _install_bases(self, site: Site, state: FP8Bases, parent: Any, shared: set[int]) -> None:
+        layers = [parent._modules[name] for name in state.names]
+        kept = why_not_released([m.base_layer for m in layers], shared)
+        install_bases(state, layers, is_released=state.may_release and not kept)
+        what = f"{', '.join(state.names)}: frozen under adapters"
+        if state.may_release:
+            what += f"; kept, since {kept}" if kept else "; released: remove() gives the weights as rounded to FP8"
+        for module in layers:
+            site.record_fused(self, module, what, key=state.key)
 
     def _fuse_linear(self, site: Site, module: nn.Linear, options: FP8) -> None:
         why = why_layer_unfit([module])
@@ -111,6 +153,19 @@ class FP8Part(Part):
         patch.key = "single layer"
         site.install(module, linear_forward, patch)
         site.record_fused(self, module, "single layer", key=patch.key)
+
+
+class _SharedWeights:
+    """The parameters that several modules of a model hold."""
+
+    def __init__(self) -> None:
+        self.found: set[int] | None = None
+
+    def read(self, model: nn.Module) -> set[int]:
+        if self.found is None:
+            held = Counter(id(p) for m in set(model.modules()) for p in m._parameters.values() if p is not None)
+            self.found = {p for p, count in held.items() if count > 1}
+        return self.found
 
 
 def linear_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

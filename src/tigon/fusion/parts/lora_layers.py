@@ -4,7 +4,7 @@ PEFT switches adapters on and off, scales, merges, adds and deletes them at any 
 between calls: `read_lora` reads PEFT's public attributes, and gives the layer as a `tigon.LoRA`, or the Reason why
 PEFT's own forward has to run. The frozen layer under the adapter is multiplied by
 
-    plain torch.nn.Linear                      the weight itself
+    plain torch.nn.Linear                      the weight itself, or `FrozenLinear`: its copy in FP8
     4-bit layers from bitsandbytes             `FourBit`: made dense for one product at a time
     weight-only tensor classes from torchao    `DequantizedWeight`: the same. Their forward leaves the dense weight
                                                in the graph until the backward pass
@@ -27,8 +27,10 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import is_hooked
 from tigon.fusion.engine.reasons import ADAPTERS_OFF, Reason
+from tigon.fusion.fp8.adapters import read_base
 from tigon.kernels import autocast_dtype
 from tigon.ops.dequantize_4bit import FourBit
+from tigon.ops.fp8.frozen import FrozenLinear, ReplacedWeight
 from tigon.ops.linear.lora import Known, LoRA
 from tigon.ops.linear.opaque import Opaque
 
@@ -139,7 +141,11 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     dtype = cast or x.dtype
     if is_plain(base):
         parameters = base._parameters
-        layer = Known(parameters["weight"], a, b, scale, parameters["bias"], dropout)
+        own = read_base(layer, x, parameters["weight"])
+        if not isinstance(own, Tensor) or isinstance(own, ReplacedWeight):
+            frozen = DequantizedWeight(own) if isinstance(own, ReplacedWeight) else own
+            return _read_frozen(LoRA(frozen, a, b, scale, parameters["bias"], dropout), x, parameters["weight"], cast)
+        layer = Known(own, a, b, scale, parameters["bias"], dropout)
         return _read_linear(layer, x, cast)
     weight = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
     if isinstance(weight, Reason):
@@ -167,6 +173,21 @@ def _read_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Rea
     plain = shapes and weight.shape[1] == x.shape[-1] and weight.dtype.is_floating_point
     own = bias is None or (bias.shape == weight.shape[:1] and (cast is not None or bias.dtype == x.dtype))
     return layer if plain and own else LoRA(*layer)
+
+
+def _read_frozen(layer: LoRA, x: Tensor, weight: Tensor, cast: torch.dtype | None) -> LoRA | Reason:
+    """A layer whose weight (N, H) stands in another representation; weight: as the base layer has it."""
+    if isinstance(weight, ReplacedWeight):
+        dtype, device, shape = weight.facts
+    else:
+        dtype, device, shape = weight.dtype, weight.device, weight.shape
+    fits = x.dtype == dtype or (cast is not None and x.dtype != torch.float64)
+    bias = layer.bias
+    if not fits or device != x.device or (bias is not None and type(bias) not in _PLAIN):
+        return DTYPES_DIFFER
+    known = shape == (layer.b.shape[0], x.shape[-1]) and layer.b.shape[1] == layer.a.shape[0]
+    own = bias is None or (bias.device == x.device and (cast is not None or bias.dtype == x.dtype))
+    return Known(*layer) if known and own else layer
 
 
 def _read_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | None:
@@ -295,11 +316,18 @@ def read_dequantized(base: Any, x: Tensor, dtype: torch.dtype) -> DequantizedWei
     return DequantizedWeight(weight) if weight.dtype == x.dtype == dtype else None
 
 
+def has_plain_base(layer: LoRA) -> bool:
+    """Whether the base layer is a plain torch.nn.Linear, whose result has the dtype of its product."""
+    weight = layer.weight
+    is_replaced = isinstance(weight, DequantizedWeight) and isinstance(weight.source, ReplacedWeight)
+    return isinstance(weight, Tensor | FrozenLinear) or is_replaced
+
+
 def find_source(weight: Any) -> Any:
     """The object that stays the same across reads: the weight, or the tensor that the weight was read from."""
     if isinstance(weight, FourBit):
         return weight.absmax
-    if isinstance(weight, DequantizedWeight):
+    if isinstance(weight, DequantizedWeight | FrozenLinear):
         return weight.source
     return weight.layer if isinstance(weight, Opaque) else weight
 

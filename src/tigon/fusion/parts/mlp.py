@@ -237,7 +237,8 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual:
     if gate is None or up is None or gate.b.shape[0] != up.b.shape[0]:
         return None
     dtype = autocast_dtype(x.device.type) or x.dtype
-    down = adapter_here(layers[2], x.new_empty((0, gate.b.shape[0]), dtype=dtype))  # stands for the unit's product
+    product = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], gate.b.shape[0])  # stands for the unit's
+    down = adapter_here(layers[2], product)
     if down is None:
         return None
     if not tiled:

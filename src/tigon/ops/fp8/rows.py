@@ -93,26 +93,41 @@ def _quantize_rows_kernel(
         _store_rows(q_ptr + A + B, c * inverse, rows, M, C, N, BLOCK_C)
 
 
-# A program: one row, too wide for registers and read twice. The second pass goes backwards: the blocks read last are
-# the likeliest to be in L2 still.
 @jit
-def _quantize_wide_rows_kernel(x_ptr, q_ptr, s_ptr, N, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride
-    q_ptr += row * N
-    amax = tl.zeros((BLOCK,), tl.float32)
+def _find_wide_amax(amax, x_ptr, N, BLOCK: tl.constexpr):
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
         amax = larger(amax, tl.abs(x))
-    s = compute_scale_tile(compute_amax_tile(amax, 0))
-    tl.store(s_ptr + row, s)
-    inverse = 1.0 / s
+    return amax
+
+
+@jit
+def _round_wide_row(x_ptr, q_ptr, inverse, N, BLOCK: tl.constexpr):
     blocks = tl.cdiv(N, BLOCK)
     for i in range(blocks):
         cols = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
         tl.store(q_ptr + cols, (x * inverse).to(tl.float8e4nv), mask=cols < N)
+
+
+# A program: one row, too wide for registers and read twice. The second pass goes backwards: the blocks read last are
+# the likeliest to be in L2 still.
+#   x, b     (M, A) and (M, B) side by side, with row strides; b may be None
+#   q, s     e4m3 (M, A + B) and fp32 (M,), dense
+@jit
+def _quantize_wide_rows_kernel(x_ptr, b_ptr, q_ptr, s_ptr, A, B, stride_x, stride_b, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    q_ptr += row * (A + B)
+    amax = _find_wide_amax(tl.zeros((BLOCK,), tl.float32), x_ptr, A, BLOCK)
+    if b_ptr is not None:
+        amax = _find_wide_amax(amax, b_ptr + row * stride_b, B, BLOCK)
+    s = compute_scale_tile(compute_amax_tile(amax, 0))
+    tl.store(s_ptr + row, s)
+    if b_ptr is not None:
+        _round_wide_row(b_ptr + row * stride_b, q_ptr + A, 1.0 / s, B, BLOCK)
+    _round_wide_row(x_ptr, q_ptr, 1.0 / s, A, BLOCK)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -150,12 +165,9 @@ def _write_rows(out: Rows, x: Tensor, b: Tensor | None = None, c: Tensor | None 
     if not data.numel():
         return
     if N > MAX_TILE:
-        x, b, c = torch.cat([t for t in (x, b, c) if t is not None], 1) if b is not None else view_rows(x), None, None
-        block, warps = _wide_tile()
-        launch(
-            _quantize_wide_rows_kernel, (M, N, x.stride(0), x.dtype), (x, data, scale),
-            lambda: (M, (N, x.stride(0), block), {"num_warps": warps}),
-        )  # fmt: skip
+        if c is not None:
+            x, b = torch.cat([t for t in (x, b, c) if t is not None], 1), None
+        _write_wide_rows(out, view_rows(x), None if b is None else view_rows(b))
         return
     parts = [None if t is None else view_rows(t) for t in (x, b, c)]
     widths = [0 if t is None else t.shape[1] for t in parts]
@@ -168,3 +180,14 @@ def _write_rows(out: Rows, x: Tensor, b: Tensor | None = None, c: Tensor | None 
 
     key = (M, *widths, *strides, *[None if t is None else t.dtype for t in parts])
     launch(_quantize_rows_kernel, key, (*parts, data, scale), plan)
+
+
+def _write_wide_rows(out: Rows, x: Tensor, b: Tensor | None) -> None:
+    sizes = x.shape[1], 0 if b is None else b.shape[1], x.stride(0), 0 if b is None else b.stride(0)
+
+    def plan() -> Plan:
+        block, warps = _wide_tile()
+        return len(x), (*sizes, block), {"num_warps": warps}
+
+    key = (len(x), *sizes, x.dtype, None if b is None else b.dtype)
+    launch(_quantize_wide_rows_kernel, key, (x, b, *out), plan)

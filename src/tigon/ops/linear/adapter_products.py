@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,14 @@ from torch import Tensor
 
 from tigon.kernels import use_triton
 from tigon.ops.cast_together import cast_together
-from tigon.ops.linear.lora import LoRA, dense, multiplier, widest_dtype
+from tigon.ops.fp8.recipe import Rows
+from tigon.ops.fp8.rows import quantize_rows
+from tigon.ops.linear.lora import FrozenFP8, LoRA, dense, is_fp8, multiplier, widest_dtype
 from tigon.ops.lora_dropout import draw_masks, dropped_gradient, dropped_outer, dropped_product, kept_share
+
+# How the factors of FP8 products are rounded, by the `block` of the frozen weight.
+QUANTIZERS: dict[int | None, Callable[[Tensor], Rows]] = {None: quantize_rows}
+BESIDE = 3  # tensors that `quantize_rows` reads side by side
 
 
 def rounded_product(
@@ -92,6 +99,36 @@ def stack_factors(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]
     return wholes
 
 
+def multiply_frozen(rows: Tensor, weight: FrozenFP8) -> Tensor:
+    """rows (M, H) Wᵀ."""
+    return weight.multiply(QUANTIZERS[weight.block](rows))
+
+
+def multiply_frozen_transposed(dy: Tensor, weight: FrozenFP8) -> Tensor:
+    """dy (M, N) W."""
+    fold: Tensor | None = getattr(weight, "fold", None)  # scales of the weight's rows, which no product could apply
+    return weight.multiply_transposed(QUANTIZERS[weight.block](dy if fold is None else dy * fold))
+
+
+class _Rounded:
+    """Rows (M, H), and the same in e4m3, made at the first use."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self._made: dict[int | None, Rows] = {}
+
+    def get(self, block: int | None) -> Rows:
+        if block not in self._made:
+            self._made[block] = QUANTIZERS[block](self.rows)
+        return self._made[block]
+
+
+def _join(layers: Sequence[FrozenFP8]) -> FrozenFP8 | None:
+    """The layers as one, whose gradients stand side by side; None where they share no scale."""
+    join: Callable[[Sequence[FrozenFP8]], FrozenFP8 | None] | None = getattr(next(iter(layers), None), "join", None)
+    return None if join is None else join(layers)
+
+
 class Group:
     """Everything about a group of adapted layers that is not a tensor.
 
@@ -108,6 +145,10 @@ class Group:
         # Held by the plan, not saved by autograd, which takes only tensors: checkpoint and offloading hooks do not see
         # them.
         self.frozen = [None if isinstance(layer.weight, Tensor) else layer.weight for layer in layers]
+        # FP8 products give bf16. In other dtypes a frozen weight is dense.
+        self.fp8: list[FrozenFP8 | None] = [
+            frozen if is_fp8(frozen) and dtype is torch.bfloat16 else None for frozen in self.frozen
+        ]
         self.masks = None
         if any(layer.dropout for layer in layers):
             like = layers[0].a
@@ -135,6 +176,20 @@ class Group:
         assert found is not None
         return dense(found, self.dtype)
 
+    def dense_weights(self, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Each layer's weight as a plain tensor; None where the products run in FP8."""
+        return [None if self.fp8[i] is not None else self.weight(i, weights) for i in range(self.count)]
+
+    @contextlib.contextmanager
+    def held_weights(self) -> Iterator[None]:
+        """Inside, FP8 weights are quantised or transposed once at most, and kept until the end."""
+        with contextlib.ExitStack() as stack:
+            for frozen in self.fp8:
+                hold = getattr(frozen, "hold", None)
+                if hold is not None:
+                    stack.enter_context(hold())
+            yield
+
     def factors(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """[A…] (Σr, H) and every B, in the dtype they are multiplied in."""
         joined, *each = stack_factors(self.thin, a, *((own,) for own in b))
@@ -154,21 +209,34 @@ class Group:
     ) -> list[Tensor]:  # fmt: skip
         """Each layer's result. The adapter's part comes first and the wide product adds to y, so y is written once."""
         results = []
-        for i, own in enumerate(self.columns(t)):
-            factors = own, b[i].t()
-            if multiplier(self.frozen[i]) is None:
-                # The outer product writes y and the wide product accumulates onto y: a pass less over y than adding
-                # later.
-                y = outer_product(*factors, self.dtype, self.scales[i], biases[i])
-                results.append(y.addmm_(rows, self.weight(i, weights).t()))
-            else:
-                results.append(add_outer_product(self.product(i, rows, weights), *factors, self.scales[i], over=True))
+        rounded = _Rounded(rows)
+        with self.held_weights():
+            for i, own in enumerate(self.columns(t)):
+                factors = own, b[i].t()
+                if self.fp8[i] is None and multiplier(self.frozen[i]) is None:
+                    # The outer product writes y and the wide product accumulates onto y: a pass less over y than adding
+                    # later.
+                    y = outer_product(*factors, self.dtype, self.scales[i], biases[i])
+                    results.append(y.addmm_(rows, self.weight(i, weights).t()))
+                    continue
+                y = self._product(i, rounded, weights)
+                bias = None if self.fp8[i] is None else biases[i]  # other layers' own products have added theirs
+                if bias is not None:
+                    y.add_(bias.to(y.dtype))
+                results.append(add_outer_product(y, *factors, self.scales[i], over=True))
         return results
 
-    def product(self, i: int, rows: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
-        """The frozen layer's part only."""
-        multiply = multiplier(self.frozen[i])
-        return torch.mm(rows, self.weight(i, weights).t()) if multiply is None else multiply(rows)
+    def products(self, rows: Tensor, weights: Sequence[Tensor | None]) -> list[Tensor]:
+        """The frozen layers' parts only; without biases, unless a layer multiplies by itself."""
+        rounded = _Rounded(rows)
+        with self.held_weights():
+            return [self._product(i, rounded, weights) for i in range(self.count)]
+
+    def _product(self, i: int, rounded: _Rounded, weights: Sequence[Tensor | None]) -> Tensor:
+        frozen, multiply = self.fp8[i], multiplier(self.frozen[i])
+        if frozen is not None:
+            return frozen.multiply(rounded.get(frozen.block))
+        return torch.mm(rounded.rows, self.weight(i, weights).t()) if multiply is None else multiply(rounded.rows)
 
     # ----------------------------------------------------------------------------------------------------- backward
 
@@ -190,6 +258,12 @@ class Group:
         """dx = u [A…] + Σ dyᵢ Wᵢ, over the layers that have a gradient."""
         present = [i for i, dy in enumerate(dys) if dy is not None]
         joined = self._select(present, a, 0)
+        if any(self.fp8[i] is not None for i in present):
+            # An FP8 product writes dx, and does not add to what stands there.
+            dx = self.frozen_gradient(dys, weights)
+            if self.masks is None:
+                return add_outer_product(dx, u, joined, over=True)
+            return dx.add_(self.dropped_outer(u, joined, present, first))
         dx = (
             outer_product(u, joined, self.dtype)
             if self.masks is None
@@ -197,6 +271,27 @@ class Group:
         )
         for i in present:
             dx.addmm_(dys[i], self.weight(i, weights))  # type: ignore[arg-type]
+        return dx
+
+    def frozen_gradient(self, dys: Sequence[Tensor | None], weights: Sequence[Tensor | None]) -> Tensor:
+        """Σ dyᵢ Wᵢ, over the layers that have a gradient: the frozen layers' part of dx."""
+        given = [(i, dy) for i, dy in enumerate(dys) if dy is not None]
+        fp8 = [(frozen, dy) for i, dy in given if (frozen := self.fp8[i]) is not None]
+        dx: Tensor | None = None
+        joint = _join([frozen for frozen, _ in fp8])
+        if joint is not None:
+            parts = [dy for _, dy in fp8]
+            rows = quantize_rows(*parts) if len(parts) <= BESIDE else quantize_rows(torch.cat(parts, 1))
+            dx = joint.multiply_transposed(rows)
+        else:
+            for frozen, dy in fp8:
+                part = multiply_frozen_transposed(dy, frozen)
+                dx = part if dx is None else dx.add_(part)
+        for i, dy in given:
+            if self.fp8[i] is None:
+                weight = self.weight(i, weights)
+                dx = torch.mm(dy, weight) if dx is None else dx.addmm_(dy, weight)
+        assert dx is not None
         return dx
 
     def dropped_outer(self, u: Tensor, a: Tensor, present: Sequence[int], first: int = 0) -> Tensor:

@@ -41,8 +41,8 @@ from tigon.kernels import (
 )
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
-from tigon.ops.linear.adapter_products import Group
-from tigon.ops.linear.lora import LoRA, checked_layers, dense, list_tensors, multiplier, runs_by_hand
+from tigon.ops.linear.adapter_products import Group, multiply_frozen, multiply_frozen_transposed
+from tigon.ops.linear.lora import FrozenFP8, LoRA, checked_layers, dense, is_fp8, list_tensors, multiplier, runs_by_hand
 from tigon.ops.lora_dropout import Masks, draw_masks, keep_mask, kept_share
 
 
@@ -147,7 +147,10 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
     # A single draw for all layers, as in the fused path: equal torch seeds then give equal masks.
     masks = draw_masks([layer.dropout for layer in layers], x.device)
     for i, layer in enumerate(layers):
-        if multiplier(layer.weight) is None:
+        if is_fp8(layer.weight) and x.dtype is torch.bfloat16:
+            y = _multiply_frozen(x, layer.weight)[0]
+            y = y if layer.bias is None else y + layer.bias
+        elif multiplier(layer.weight) is None:
             y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
         else:
             y = layer.weight.product(x)  # type: ignore[union-attr]
@@ -269,5 +272,19 @@ def _gated_lora_linear_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None
 
 
+def _multiply_frozen_fwd(ctx: Any, x: Tensor, weight: FrozenFP8) -> tuple[Tensor, ...]:
+    """x, an FP8 weight → x Wᵀ, alone and without bias. x is not saved."""
+    ctx.set_materialize_grads(False)
+    ctx.weight = weight
+    y = multiply_frozen(x.reshape(-1, x.shape[-1]), weight)
+    return (y.view(*x.shape[:-1], y.shape[1]), *add_anchor(ctx, (x,), (0,)))
+
+
+def _multiply_frozen_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    dx = multiply_frozen_transposed(dy.reshape(-1, dy.shape[-1]), ctx.weight)
+    return dx.view(*dy.shape[:-1], dx.shape[1]), None
+
+
+_multiply_frozen = make_function(_multiply_frozen_fwd, _multiply_frozen_bwd)
 _lora_linear = make_function(_lora_linear_fwd, _lora_linear_bwd)
 _gated_lora_linear = make_function(_gated_lora_linear_fwd, _gated_lora_linear_bwd)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from tigon.kernels import autocast_dtype, use_triton
 from tigon.kernels.dispatch import DTYPES, torch_is_forced
+
+if TYPE_CHECKING:
+    from tigon.ops.fp8.recipe import Rows
 
 
 class Frozen(Protocol):
@@ -23,6 +26,27 @@ class Frozen(Protocol):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a plain tensor (N, H); called in the forward pass and again in the backward pass."""
+
+
+class FrozenFP8(Frozen, Protocol):
+    """A frozen weight whose products with activations run in FP8, for the result and for the input's gradient.
+
+    Only bf16 activations are multiplied so; others are multiplied by the dense weight.
+    """
+
+    block: int | None
+    """None: a factor has a scale for each row (token); 128: for each 128 numbers of a row."""
+
+    def multiply(self, rows: Rows) -> Tensor:
+        """x Wᵀ: (M, H) rows -> (M, N) bf16, contiguous, without bias."""
+
+    def multiply_transposed(self, rows: Rows) -> Tensor:
+        """dy W: (M, N) rows -> (M, H) bf16, contiguous."""
+
+
+def is_fp8(weight: Any) -> TypeGuard[FrozenFP8]:
+    """Whether a frozen weight is a `FrozenFP8`."""
+    return not isinstance(weight, Tensor) and hasattr(weight, "multiply_transposed")
 
 
 class LoRA(NamedTuple):

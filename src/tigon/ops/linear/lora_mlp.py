@@ -113,7 +113,7 @@ def _lora_mlp_fwd(
     # load.
     joined, own_ad, own_bd = stack_factors(first.dtype, (ag, au), (ad,), (bd,))
     t = first.thin_products(rows, joined)
-    g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
+    g, u = first.products(rows, (wg, wu))
     # A checkpoint recomputes up to here: h, its thin product and down's product are skipped. The backward pass then
     # makes td.
     if saved_by is not None:
@@ -127,7 +127,7 @@ def _lora_mlp_fwd(
         return (y.view(*x.shape[:-1], y.shape[1]),)
     # The frozen product stays separate, and the pass that adds the residual also adds the adapter's part. With the
     # residual as the product's addend, the sum would be rounded twice at the residual's magnitude.
-    y = last.product(0, h, (wd,))
+    (y,) = last.products(h, (wd,))
     y = adapted_sum(residual.reshape(y.shape), y, td, own_bd, last.scales[0])
     # The residual is the only input that no saved tensor leads to.
     anchor = () if saved_by is not None else add_anchor(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
@@ -153,7 +153,7 @@ def _lora_mlp_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     if last.masks is None:
         # Only the frozen layer's part: the kernel adds ud A. dh is then written once; otherwise the adapter's part
         # would be written, read and written again at that width.
-        dh, behind = torch.mm(rows, last.weight(0, (wd,))), Added(ud, ad)
+        dh, behind = last.frozen_gradient([rows], (wd,)), Added(ud, ad)
     else:
         # Masks act on the columns of u A, so the part cannot be added as a plain outer product of tiles.
         dh = last.input_gradient([rows], ud, own_ad, (wd,))

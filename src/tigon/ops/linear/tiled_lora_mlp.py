@@ -87,14 +87,15 @@ def _tiled_lora_mlp_fwd(ctx: Any, x: Tensor, first: Group, last: Group, act: str
     a, b, biases, weights = first.split(tensors[:8])
     ad, bd, bias, wd = last.split(tensors[8:])
     rows = x.reshape(-1, x.shape[-1])
-    weights, wd = [first.weight(i, weights) for i in (0, 1)], [last.weight(0, wd)]
+    weights, wd = first.dense_weights(weights), last.dense_weights(wd)
     y = rows.new_empty(rows.shape[0], bd[0].shape[0])
     (joined, b), (joined_d, bd) = first.factors(a, b), last.factors(ad, bd)
-    for tile in _tiles(rows, b[0].shape[0], budget):
-        here = rows[tile]
-        gate, up = first.results(here, first.thin_products(here, joined, tile.start), b, biases, weights)
-        product = _gated_fwd(gate, up, act, 1.0, 1.0)
-        y[tile] = last.results(product, last.thin_products(product, joined_d, tile.start), bd, bias, wd)[0]
+    with first.held_weights(), last.held_weights():
+        for tile in _tiles(rows, b[0].shape[0], budget):
+            here = rows[tile]
+            gate, up = first.results(here, first.thin_products(here, joined, tile.start), b, biases, weights)
+            product = _gated_fwd(gate, up, act, 1.0, 1.0)
+            y[tile] = last.results(product, last.thin_products(product, joined_d, tile.start), bd, bias, wd)[0]
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -107,32 +108,38 @@ def _tiled_lora_mlp_bwd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     need_a, need_b, need_biases, _ = first.split(needs[:8])
     need_ad, need_bd, need_bias, _ = last.split(needs[8:])
     rows, dys = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    weights, wd = [first.weight(i, weights) for i in (0, 1)], [last.weight(0, wd)]
+    weights, wd = first.dense_weights(weights), last.dense_weights(wd)
     sums = [_Sums(*p) for p in ((a, need_a), (b, need_b), (biases, need_biases), (ad, need_ad), (bd, need_bd))]
     sum_a, sum_b, sum_biases, sum_ad, sum_bd = sums
     dx = torch.empty_like(rows) if need_x else None
     above = need_x or any((*need_a, *need_b, *need_biases))
     (joined, thin), (joined_d, thin_d) = first.factors(a, b), last.factors(ad, bd)
-    for tile in _tiles(rows, b[0].shape[0], ctx.budget):
-        here, over, at = rows[tile], [dys[tile]], tile.start
-        t = first.thin_products(here, joined, at)
-        gate, up = first.results(here, t, thin, biases, weights)
-        u = last.upstream(over, thin_d)
-        product = last.input_gradient(over, u, joined_d, wd, at) if above else _gated_fwd(gate, up, ctx.act, 1.0, 1.0)
-        if above:
-            gated_backward(product, gate, up, ctx.act, 1.0, 1.0, gate, up, product)
-        sum_ad.add(last.a_gradients(over, u, product, sum_ad.wide, need_ad, at))
-        sum_bd.add(last.b_gradients(over, last.thin_products(product, joined_d, at), sum_bd.wide, need_bd))
-        if not above:
-            continue
-        grads = [gate, up]
-        u = first.upstream(grads, thin)
-        if dx is not None:
-            dx[tile] = first.input_gradient(grads, u, joined, weights, at)
-        # These sums run over tiles, in fp32. Rounded to bf16 per tile, their error would grow with the sequence length.
-        sum_a.add(first.a_gradients(grads, u, here, sum_a.wide, need_a, at))
-        sum_b.add(first.b_gradients(grads, t, sum_b.wide, need_b))
-        sum_biases.add([g.sum(0, dtype=torch.float32) if n else None for g, n in zip(grads, need_biases, strict=True)])
+    with first.held_weights(), last.held_weights():
+        for tile in _tiles(rows, b[0].shape[0], ctx.budget):
+            here, over, at = rows[tile], [dys[tile]], tile.start
+            t = first.thin_products(here, joined, at)
+            gate, up = first.results(here, t, thin, biases, weights)
+            u = last.upstream(over, thin_d)
+            product = (
+                last.input_gradient(over, u, joined_d, wd, at) if above else _gated_fwd(gate, up, ctx.act, 1.0, 1.0)
+            )
+            if above:
+                gated_backward(product, gate, up, ctx.act, 1.0, 1.0, gate, up, product)
+            sum_ad.add(last.a_gradients(over, u, product, sum_ad.wide, need_ad, at))
+            sum_bd.add(last.b_gradients(over, last.thin_products(product, joined_d, at), sum_bd.wide, need_bd))
+            if not above:
+                continue
+            grads = [gate, up]
+            u = first.upstream(grads, thin)
+            if dx is not None:
+                dx[tile] = first.input_gradient(grads, u, joined, weights, at)
+            # These sums run over tiles, in fp32. Rounded to bf16 per tile, their error would grow with the sequence
+            # length.
+            sum_a.add(first.a_gradients(grads, u, here, sum_a.wide, need_a, at))
+            sum_b.add(first.b_gradients(grads, t, sum_b.wide, need_b))
+            sum_biases.add(
+                [g.sum(0, dtype=torch.float32) if n else None for g, n in zip(grads, need_biases, strict=True)]
+            )
     dbias = dys.sum(0) if need_bias[0] else None
     found = [*sum_a.results(), *sum_b.results(), *sum_biases.results(), None, None]
     found += [*sum_ad.results(), *sum_bd.results(), dbias]
