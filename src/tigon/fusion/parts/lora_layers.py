@@ -144,12 +144,11 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
         parameters = base._parameters
         layer = Known(parameters["weight"], a, b, scale, parameters["bias"], dropout)
         return _read_linear(layer, x, cast)
-    weight = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
+    weight: Any = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
     bias = getattr(base, "bias", None)
     if is_fp8_layer(base):
         weight = read_stored(base, x, dtype)
-        if weight is not None and type(bias) in _PLAIN:
-            bias = bias.to(dtype)
+        bias = bias.to(dtype) if isinstance(bias, Tensor) and weight is not None else bias
     if isinstance(weight, Reason):
         return weight
     fits = bias is None or (type(bias) in _PLAIN and (bias.dtype, bias.device) == (dtype, x.device))

@@ -122,7 +122,8 @@ def expand_blocks(data: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
     """data (N, K) · the scale of each number's block, in fp32; blocks at the ends may be smaller."""
     N, K = data.shape
     wide = scale.float().repeat_interleave(block[1], 1)[:, :K]
-    return data.float() * wide.repeat_interleave(block[0], 0)[:N]
+    expanded: Tensor = data.float() * wide.repeat_interleave(block[0], 0)[:N]
+    return expanded
 
 
 def multiply_columns_reference(a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype) -> Tensor:
