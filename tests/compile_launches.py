@@ -41,6 +41,7 @@ import tigon
 from tigon import retrieve
 from tigon.kernels import device as device_facts
 from tigon.kernels import dispatch as backend
+from tigon.ops.fp8.blocks import quantize_blocks
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
 from tigon.ops.fp8.gated_gradient import gated_gradient
 from tigon.ops.fp8.gated_rows import gated_rows
@@ -543,6 +544,8 @@ def fp8_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callab
         x, weight = torch.empty(8192, N, dtype=dtype), torch.empty(N, dtype=dtype)
         beside = [torch.empty(8192, N + 64, dtype=dtype)[:, : N // n] for n in (2, 4, 4)]
         yield "fp8_rows", "", x.shape, dtype, functools.partial(quantize_rows, x)
+        if N % 128 == 0:
+            yield "fp8_blocks", "", x.shape, dtype, functools.partial(quantize_blocks, x)
         yield "fp8_rows", "three beside", x.shape, dtype, functools.partial(quantize_rows, *beside)
         if N > MAX_TILE:
             yield "fp8_rows", "two beside", x.shape, dtype, functools.partial(quantize_rows, beside[0], beside[0])

@@ -57,6 +57,7 @@ WITHOUT_A_ROW = {
     "fp8_mlp_bwd": "as fp8_linear_fwd",
     "fp8_rows": "a part of FP8 layers, without a gradient: ops/test_fp8_rows.py",
     "fp8_norm_rows": "as fp8_rows",
+    "fp8_blocks": "as fp8_rows: ops/test_fp8_checkpoints.py",
     "fp8_weight": "as fp8_rows: ops/test_fp8_weight.py",
     "fp8_transposed": "as fp8_weight",
     "gated_lora_fwd": "a pass inside of lora_mlp: linear/test_lora_mlp.py",

@@ -8,6 +8,7 @@ PEFT's own forward has to run. The frozen layer under the adapter is multiplied 
     4-bit layers from bitsandbytes             `FourBit`: made dense for one product at a time
     weight-only tensor classes from torchao    `DequantizedWeight`: the same. Their forward leaves the dense weight
                                                in the graph until the backward pass
+    FP8 layers from transformers               `FrozenBlocks`, `FrozenChannels`: products in FP8; or made dense, too
     8-bit layers from bitsandbytes             `Opaque` with a dense weight backward: their own Function hides the
                                                input from all hooks, also where a checkpoint means to drop
                                                the input, and never reads it
@@ -28,9 +29,11 @@ from torch import Tensor, nn
 from tigon.fusion.engine.patch import is_hooked
 from tigon.fusion.engine.reasons import ADAPTERS_OFF, Reason
 from tigon.fusion.fp8.adapters import read_base
+from tigon.fusion.fp8.checkpoint import is_fp8_layer, qualify_name, read_stored
 from tigon.kernels import autocast_dtype
 from tigon.ops.dequantize_4bit import FourBit
 from tigon.ops.fp8.frozen import FrozenLinear, ReplacedWeight
+from tigon.ops.fp8.frozen_checkpoint import StoredFP8
 from tigon.ops.linear.lora import Known, LoRA
 from tigon.ops.linear.opaque import Opaque
 
@@ -123,7 +126,7 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
         return adapter
     first, second, scale, dropout = adapter
     base = layer._modules["base_layer"]
-    hooked = not _calls_nothing_else(base)
+    hooked = not _calls_nothing_else(base) and not _is_fp8_alone(base)
     # A layer that multiplies by itself runs hooks as PEFT does: in the layer's own call.
     if torch.nn.modules.module._has_any_global_hook() or (hooked and not multiplies_itself(base)):
         return BASE_HOOKED
@@ -147,10 +150,13 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
             return _read_frozen(LoRA(frozen, a, b, scale, parameters["bias"], dropout), x, parameters["weight"], cast)
         layer = Known(own, a, b, scale, parameters["bias"], dropout)
         return _read_linear(layer, x, cast)
-    weight = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
+    weight: Any = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
+    bias = getattr(base, "bias", None)
+    if is_fp8_layer(base):
+        weight = read_stored(base, x, dtype)
+        bias = bias.to(dtype) if isinstance(bias, Tensor) and weight is not None else bias
     if isinstance(weight, Reason):
         return weight
-    bias = getattr(base, "bias", None)
     fits = bias is None or (type(bias) in _PLAIN and (bias.dtype, bias.device) == (dtype, x.device))
     if weight is None or not fits:
         return LoRA(make_opaque(layer, b, x, hooked), a, b, scale, None, dropout)
@@ -259,17 +265,18 @@ def weight_in_8_bits(base: Any) -> Callable[[torch.dtype], Tensor] | None:
 WEIGHTS = {"bitsandbytes.Linear8bitLt": weight_in_8_bits}
 
 
-def qualify_name(kind: type) -> str:
-    """A class's library and name, without the modules between: these move from release to release."""
-    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
-
-
 def _name_peft_class(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
 def is_4bit(base: nn.Module) -> bool:
     return type(base).__module__.startswith("bitsandbytes.") and hasattr(type(base), "set_compute_type")
+
+
+def _is_fp8_alone(base: nn.Module) -> bool:
+    """Whether an FP8 layer has no forward but Tigon's own, which computes what `read_stored` gives."""
+    patch = vars(base).get("_tigon")
+    return is_fp8_layer(base) and patch is not None and patch.is_installed_on(base) and not is_hooked(base)
 
 
 def is_plain(base: nn.Module) -> bool:
@@ -329,6 +336,8 @@ def find_source(weight: Any) -> Any:
         return weight.absmax
     if isinstance(weight, DequantizedWeight | FrozenLinear):
         return weight.source
+    if isinstance(weight, StoredFP8):
+        return weight.data
     return weight.layer if isinstance(weight, Opaque) else weight
 
 
@@ -346,4 +355,4 @@ def make_opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
 
 def multiplies_itself(base: Any) -> bool:
     """Whether calls run the base layer's own forward whatever the input; for the report."""
-    return not is_plain(base) and not is_4bit(base) and _weight_only(base) is None
+    return not is_plain(base) and not is_4bit(base) and not is_fp8_layer(base) and _weight_only(base) is None

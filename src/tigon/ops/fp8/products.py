@@ -1,8 +1,9 @@
 """Products of e4m3 factors.
 
 On Hopper cuBLAS multiplies them (`torch._scaled_mm`), with a scale for each row and each column, or with one for each
-factor. It reads both factors along the sum, in multiples of 16 numbers, and any number of rows. Elsewhere the reference
-multiplies in fp32.
+factor. It reads both factors along the sum, in multiples of 16 numbers, and any number of rows. With scales for blocks
+(`torch.nn.functional.scaled_mm`) cuBLAS reads a multiple of 4 rows, and scales of the weight in rows of 16 bytes.
+Elsewhere the reference multiplies in fp32.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import autocast_device
 from tigon.kernels.dispatch import stands_for_gpu, torch_is_forced
 from tigon.kernels.tiles.divergence import KNOWS_TARGET
 from tigon.ops.fp8.constants import read_constant
-from tigon.ops.fp8.recipe import Rows, Weight
-from tigon.ops.fp8.reference import multiply_columns_reference, multiply_rows_reference
+from tigon.ops.fp8.recipe import Rows, Weight, round_up
+from tigon.ops.fp8.reference import multiply_blocks_reference, multiply_columns_reference, multiply_rows_reference
 
 
 def why_unsupported(device: torch.device) -> str:
@@ -72,6 +74,59 @@ def multiply_rows(
         rows.data, weight.data.t(), scale_a=rows.scale, scale_b=weight.scale.view(1, -1), bias=bias,
         out_dtype=torch.bfloat16, use_fast_accum=not is_exact, **own,
     )  # fmt: skip
+
+
+def why_no_blocks(device: torch.device) -> str:
+    """As `why_unsupported`, for `multiply_blocks`."""
+    why = why_unsupported(device)
+    return why if why or hasattr(F, "scaled_mm") else "FP8 products in blocks need torch 2.10 or later."
+
+
+def multiply_blocks(rows: Rows, data: Tensor, scale: Tensor) -> Tensor:
+    """rows · weightᵀ in bf16, for a weight with a scale for each block of 128 × 128 numbers. Sums in fp32.
+
+    Args:
+        rows: data (M, K), scale (M, K / 128), from `quantize_blocks`.
+        data: (N, K) e4m3, contiguous; N and K are multiples of 128.
+        scale: (N / 128, K / 128) fp32, any numbers.
+    Returns: (M, N) bf16.
+    """
+    M, N = len(rows.data), len(data)
+    if stands_for_gpu(data) or not M:
+        return rows.scale.new_empty((M, N), dtype=torch.bfloat16)
+    if torch_is_forced() or why_no_blocks(data.device):
+        with torch.autocast(autocast_device(data.device.type), enabled=False):
+            return multiply_blocks_reference(rows, data, scale, torch.bfloat16)
+    left, left_scale = pad_rows(rows)
+    kind = F.ScalingType
+    y = F.scaled_mm(
+        left, data.t(), left_scale, kind.BlockWise1x128, pad_scales(scale).t(), kind.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return y[:M]
+
+
+def pad_rows(rows: Rows) -> Rows:
+    """A multiple of 16 rows, where `quantize_blocks` has left memory for them; else in new memory."""
+    (data, scale), M = rows, len(rows.data)
+    P = round_up(M)
+    sizes = (P, data.shape[1]), (P, scale.shape[1])
+    strides = (data.shape[1], 1), (1, P)
+    if (data.stride(), scale.stride()) == strides and _has_memory(data, sizes[0]) and _has_memory(scale, sizes[1]):
+        return Rows(data.as_strided(sizes[0], strides[0]), scale.as_strided(sizes[1], strides[1]))
+    padded = scale.new_zeros((scale.shape[1], P)).t()
+    padded[:M] = scale
+    return Rows(F.pad(data.view(torch.uint8), (0, 0, 0, P - M)).view(data.dtype), padded)
+
+
+def _has_memory(t: Tensor, size: tuple[int, int]) -> bool:
+    """Whether a tensor of this size fits the memory of t, from its beginning."""
+    return not t.storage_offset() and t.untyped_storage().nbytes() >= size[0] * size[1] * t.element_size()
+
+
+def pad_scales(scale: Tensor) -> Tensor:
+    """Rows of a multiple of four numbers: cuBLAS reads others in silence as if they were."""
+    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
 
 
 def multiply_columns(

@@ -28,12 +28,13 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = 2.0**-126  # the scale of a row of zeros, so that no scale divides by zero
 ALIGNMENT = 16  # bytes: products need rows and sums of a multiple of 16 numbers
+BLOCK = 128  # numbers with one scale, in rows and along both sides of weights that come in blocks
 
 
 class Rows(NamedTuple):
-    """Rows in e4m3 with a scale each: row m is data[m] · scale[m].
+    """Rows in e4m3 with a scale each: row m is data[m] · scale[m]. Or with a scale for each 128 numbers of a row.
 
-    data: (M, N) e4m3, contiguous. scale: (M, 1) fp32 powers of two.
+    data: (M, N) e4m3, contiguous. scale: (M, 1) fp32 powers of two; or (M, N / 128), as `quantize_blocks` stores them.
     """
 
     data: Tensor

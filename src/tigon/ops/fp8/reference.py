@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.acts import ACTS
-from tigon.ops.fp8.recipe import E4M3, LARGEST, LEAST_SCALE, Norm, Rows, Weight, round_up
+from tigon.ops.fp8.recipe import BLOCK, E4M3, LARGEST, LEAST_SCALE, Norm, Rows, Weight, round_up
 
 
 def compute_scale(amax: Tensor) -> Tensor:
@@ -29,6 +29,14 @@ def quantize_rows_reference(x: Tensor, *beside: Tensor) -> Rows:
     rows = torch.cat([x, *beside], 1).float() if beside else x.float()
     scale = compute_scale(rows.abs().amax(1, keepdim=True)) if rows.shape[1] else rows.new_ones(len(rows), 1)
     return Rows(round_to_e4m3(rows, scale), scale)
+
+
+def quantize_blocks_reference(x: Tensor) -> Rows:
+    M, N = x.shape
+    rows = quantize_rows_reference(x.reshape(-1, BLOCK))
+    # As the kernel stores them: memory for a multiple of 16 rows, scales column by column.
+    data, scale = x.new_zeros((round_up(M), N), dtype=E4M3), rows.scale.new_zeros((N // BLOCK, round_up(M))).t()
+    return Rows(data[:M].copy_(rows.data.view(M, N)), scale[:M].copy_(rows.scale.view(M, N // BLOCK)))
 
 
 def norm_rows_reference(
@@ -101,8 +109,21 @@ def quantize_weight_reference(parts: Sequence[Tensor], amax: Tensor) -> Weight:
 
 
 def multiply_rows_reference(rows: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    y = (rows.data.float() @ weight.data.float().t()) * (rows.scale * weight.scale[:1])
+    y = (rows.data.float() @ weight.data.float().t()) * (rows.scale * weight.scale)
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def multiply_blocks_reference(rows: Rows, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    x = rows.data.float().unflatten(1, (-1, BLOCK)) * rows.scale[:, :, None]
+    return (x.flatten(1) @ expand_blocks(data, scale, (BLOCK, BLOCK)).t()).to(dtype)
+
+
+def expand_blocks(data: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """data (N, K) · the scale of each number's block, in fp32; blocks at the ends may be smaller."""
+    N, K = data.shape
+    wide = scale.float().repeat_interleave(block[1], 1)[:, :K]
+    expanded: Tensor = data.float() * wide.repeat_interleave(block[0], 0)[:N]
+    return expanded
 
 
 def multiply_columns_reference(a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype) -> Tensor:
