@@ -513,6 +513,8 @@ def main(arguments: list[str] | None = None) -> int:
         judge(rows)
         report.save(path, report.result("converge", rows, device=device))
         what = row.reason or f"loss {row.loss.split()[-1]}"
+        if options.fp8 and row.runs:
+            what += f", FP8's losses {max(row.of('fp8', 'loss')):.3g} × as far apart as those of plain runs"
         print(f"{row.model} {row.dtype} {row.batches}: {row.status}, {what}, {row.seconds:.0f} s", flush=True)
     print(report.to_text(report.result("converge", rows, device=device)))
     return 0 if len(rows) == len(wanted) and all(row.status == "ok" for row in rows) else 1
@@ -529,12 +531,12 @@ def compare_held_out(options: argparse.Namespace) -> int:
         path = options.output / report.file_name(content)
         report.save(path, content)
         print(f"seed {found[0].seed}: {sum(row.seconds for row in found):.0f} s", flush=True)
+    lines = describe_held_out(rows, TAUGHT)
+    print("\n".join(lines), flush=True)
     if options.plot and rows:
         from harness.plots import plot
 
         plot(content, path.with_suffix(".png"))
-    lines = describe_held_out(rows, TAUGHT)
-    print("\n".join(lines))
     return int(any("BEYOND" in line for line in lines))
 
 

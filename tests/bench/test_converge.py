@@ -150,6 +150,7 @@ def test_fp8_is_trained_beside_fused_runs_into_its_own_file(converge, tmp_path, 
     assert [run["side"] for run in found["runs"][3:]] == ["tigon", "tigon", "fp8", "fp8", "exact"]
     assert [run["calls"].get("fp8", 0) for run in found["runs"][3:]] == [0, 0, 3, 3, 0]
     assert len({run["loss"] for run in found["runs"][3:]}) == 5
+    assert f"FP8's losses {max(found['scores']['loss'][5:7]):.3g} ×" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         converge.main([*size, "--fp8", "--dtype", "fp32"])
     assert "--fp8 needs --dtype bf16" in capsys.readouterr().err
@@ -207,4 +208,8 @@ def test_fine_tuning_begins_with_the_weights_that_bf16_trained(converge, tmp_pat
         assert [row["calls"].get("fp8", 0) for row in part] == [0, 0, 6, 3]
     taught = dict(rows[1]["held_out"])
     assert taught[3] < taught[0]
+    size = converge.HELD_SHORT
+    pages = converge.Text("rows", size["batch"], size["seq"], torch.device("cpu"), "pages", size["held"])
+    random = converge.build("llama", torch.bfloat16, torch.device("cpu"), num_hidden_layers=3)
+    assert rows[4]["held_out"][0][1] != converge.measure_held_out(random, pages)
     capsys.readouterr()
