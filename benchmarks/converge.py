@@ -2,12 +2,18 @@
 
     python benchmarks/converge.py --output results --jobs 8                    # 300 steps, into results/
     python benchmarks/converge.py --output /tmp/out --short --families llama   # what the tests run
+    python benchmarks/converge.py --output results --fp8 --families llama --batches rows --plain 3
+    python benchmarks/converge.py --output results --held-out --jobs 3 --plot  # FP8 and bf16, on unseen text
 
 Rounding makes two runs of the same training differ, and the difference grows from step to step. How much is measured:
 each plain run has the model's weights in another order (residual width, heads, hidden units of the MLP, experts,
 vocabulary) and the rows of each batch too. Every run computes the same function, and its sums in another order. A fused
 run, in an order of its own, has to be no further from the plain runs than these are from one another:
-`studies/convergence.py` judges. The file is written after every family and dtype; a run that is begun again goes on.
+`convergence.py` judges. The file is written after every family and dtype; a run that is begun again goes on.
+
+FP8 rounds more coarsely than any order of sums. --fp8 adds runs with FP8 layers to the rows, to show their scores,
+which no limit binds. --held-out measures the loss on unseen text instead, for a Llama with three seeds: in a training
+from random weights, and in a further training on other text, which begins with the weights that bf16 has trained.
 """
 
 from __future__ import annotations
@@ -22,20 +28,23 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from convergence import Runs, Training, judge
+from convergence import HeldOut, Runs, Training, describe_held_out, judge
 from harness import report
 from torch import Tensor, nn
 
 import tigon
+from tigon.fusion.fp8.layers import ignore_sizes
 
 # Shakespeare's plays, in the public domain: the first third of tinyshakespeare, of github.com/karpathy/char-rnn (MIT).
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
+# Other text: the pages of the documentation, prose with code.
+PAGES = Path(__file__).parents[1] / "docs"
 VOCABULARY = 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 IGNORE = -100
@@ -74,42 +83,77 @@ PLAIN_ROUTED = 8
 SHORT = {"steps": 12, "plain": 4, "batch": 4, "seq": 24}
 RATE, WARMUP, CLIP = 1e-3, 10, 1.0
 
+# Trainings whose loss is measured on held-out text: sizes of the model and of the batches, of HELD rows of text that
+# no step trains on, and of the two parts, with their steps, text and rate.
+HELD_MODEL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+              "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 256}  # fmt: skip
+HELD_SIZE = {"batch": 8, "seq": 256, "held": 64}
+HELD_SHORT = {"batch": 2, "seq": 24, "held": 4}
+SCRATCH, TUNING = "from random weights", "fine-tuning"
+HELD_PARTS = {SCRATCH: (300, "plays", RATE), TUNING: (150, "pages", RATE / 3)}
+HELD_AT = (0, 10, 25, 50, 100, 150, 200, 300)  # steps after which the held-out text is read
+SEEDS = 3
+HELD_SIDES: dict[str, dict[str, Any] | None] = {  # options of fuse; None: the plain model
+    "hf": None, "tigon": {}, "tigon-fp8": {"fp8": True}, "tigon-fp8 first=2": {"fp8": tigon.FP8(first=2)},
+}  # fmt: skip
+TAUGHT = "tigon"  # the side whose weights the second part begins with
+
 
 # ------------------------------------------------------------------------------------------------------- models, text
 
 
-def build(family: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The same weights at every call."""
+def build(family: str, dtype: torch.dtype, device: torch.device, seed: int = 0, **sizes: int) -> nn.Module:
+    """The same weights at every call with this seed. sizes: of the configuration, in place of the family's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {k: v for k, v in BASE.items() if family != "gpt_neox" or k not in ("head_dim", "num_key_value_heads")}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**options, **FAMILIES[family]}))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**options, **FAMILIES[family], **sizes}))
     return model.to(device, dtype).train()
 
 
+def read_texts(paths: Iterable[Path]) -> list[str]:
+    return [f"{line}\n" for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
 @functools.cache
-def lines() -> list[list[int]]:
-    """The text as token ids, line by line. The tokenizer is trained on the same text."""
+def make_tokenizer() -> Any:
     from tigon.cli.tokens import train_tokenizer
 
-    texts = [f"{line}\n" for line in TEXT.read_text().splitlines() if line]
-    ids: list[list[int]] = train_tokenizer(texts, VOCABULARY)(texts, add_special_tokens=False)["input_ids"]
+    return train_tokenizer(read_texts([TEXT]), VOCABULARY)
+
+
+@functools.cache
+def lines(source: str = "plays") -> list[list[int]]:
+    """The plays or the pages as token ids, line by line. The tokenizer is trained on the plays."""
+    texts = read_texts([TEXT] if source == "plays" else sorted(PAGES.rglob("*.md")))
+    ids: list[list[int]] = make_tokenizer()(texts, add_special_tokens=False)["input_ids"]
     return ids
 
 
 class Text:
-    """Batches of the text: the batch of a step depends only on the step's number, in every run."""
+    """Batches of the text: the batch of a step depends only on the step's number, in every run.
 
-    def __init__(self, batches: str, batch: int, length: int, device: torch.device) -> None:
+    held: rows of the text that no step gets, on the device. seed: of the order of the other rows.
+    """
+
+    def __init__(
+        self, batches: str, batch: int, length: int, device: torch.device, source: str = "plays", held: int = 0,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         self.batches, self.batch, self.device = batches, batch, device
         self.steps: dict[int, tuple[list[dict[str, Any]], int]] = {}
-        ids = torch.tensor([i for line in lines() for i in line])
-        starts = torch.tensor([j for line in lines() for j in range(len(line))])
+        ids = torch.tensor([i for line in lines(source) for i in line])
+        starts = torch.tensor([j for line in lines(source) for j in range(len(line))])
         count = len(ids) // length
         self.ids = ids[: count * length].view(count, length)
         self.positions = starts[: count * length].view(count, length)
-        self.chosen = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+        chosen = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+        self.held = self.ids[chosen[count - held :]].to(device)
+        self.chosen = chosen[: count - held]
+        if seed:
+            order = torch.randperm(len(self.chosen), generator=torch.Generator().manual_seed(1 + seed))
+            self.chosen = self.chosen[order]
 
     def step(self, number: int) -> tuple[list[dict[str, Any]], int]:
         """The micro-batches of a step (input_ids, labels that are not yet shifted, and what else the model gets), and
@@ -240,18 +284,21 @@ def forward(model: nn.Module, inputs: dict[str, Any], path: str, items: int) -> 
 
 
 def train(
-    model: nn.Module, order: Order, text: Text, steps: int, path: str, wide: nn.Module | None = None
-) -> tuple[list[float], list[float]]:
+    model: nn.Module, order: Order, text: Text, steps: int, path: str, wide: nn.Module | None = None, *,
+    rate: float = RATE, watch: Callable[[int], None] = lambda steps: None,
+) -> tuple[list[float], list[float]]:  # fmt: skip
     """Losses and gradient norms of each step, the latter before clipping.
 
     wide: the same model in fp32, which computes the gradients that this one is trained with.
+    watch: called before the first step and after each, with the number of steps so far.
     """
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
     losses, norms = [], []
+    watch(0)
     for number in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (number + 1) / WARMUP)
+            group["lr"] = rate * min(1.0, (number + 1) / WARMUP)
         if wide is not None:
             wide.load_state_dict(model.state_dict())
         batches, items = text.step(number)
@@ -274,6 +321,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(torch.stack(parts).double().sum())
+        watch(number + 1)
     # The losses are read once, at the end, so that no step waits for the device.
     return torch.stack(losses).tolist(), torch.stack(norms).double().tolist()
 
@@ -284,38 +332,91 @@ def training(row: Runs, side: str, path: str, seed: int, device: torch.device) -
     order = Order(row.model, seed or None)
     start = Order(row.model, None).weights(model)
     order.apply(model)
-    fusion = tigon.fuse(model) if side == "tigon" else None
+    text = texts(row.batches, row.batch, row.seq, device)
     wide = build(row.model, torch.float32, device) if side == "exact" else None
-    losses, norms = train(model, order, texts(row.batches, row.batch, row.seq, device), row.steps, path, wide)
+    with ignore_sizes():
+        fusion = tigon.fuse(model, fp8=side == "fp8") if side in ("tigon", "fp8") else None
+        losses, norms = train(model, order, text, row.steps, path, wide)
     calls = {} if fusion is None else dict(fusion.report().calls)
     return Training(side, path, seed, losses, norms, order.weights(model) - start, calls)
 
 
-def sides(dtype: str, plain: int) -> list[tuple[str, str]]:
-    """Side and path of a row's runs: the plain ones, a fused one for each path, and below fp32 one that is exact.
+def sides(dtype: str, plain: int, has_fp8: bool = False) -> list[tuple[str, str]]:
+    """Side and path of a row's runs: the plain ones, a fused one for each path, in FP8 too if wanted, and below fp32
+    one that is exact.
 
     Plain runs take the paths in turns: where the division by the number of tokens stands is part of the spread.
     """
     exact = [("exact", PATHS[0])] if dtype == "bf16" else []
-    return [("hf", PATHS[i % len(PATHS)]) for i in range(plain)] + [("tigon", path) for path in PATHS] + exact
+    fused = [(side, path) for side in (("tigon", "fp8") if has_fp8 else ("tigon",)) for path in PATHS]
+    return [("hf", PATHS[i % len(PATHS)]) for i in range(plain)] + fused + exact
 
 
-def run(row: Runs, plain: int, device: torch.device) -> Runs:
+def run(row: Runs, plain: int, has_fp8: bool, device: torch.device) -> Runs:
     """Train and record a row's runs, each in an order of its own."""
     begun = time.perf_counter()
-    runs = enumerate(sides(row.dtype, plain))
+    runs = enumerate(sides(row.dtype, plain, has_fp8))
     row.record([training(row, side, path, seed, device) for seed, (side, path) in runs])
     row.seconds = round(time.perf_counter() - begun, 1)
     return row
 
 
+# ------------------------------------------------------------------------------------------------------ held-out text
+
+
+def measure_held_out(model: nn.Module, text: Text) -> float:
+    """The mean loss of the text's held-out rows."""
+    model.eval()
+    with torch.no_grad():
+        losses = [model(input_ids=ids, labels=ids).loss.double() for ids in text.held.split(text.batch)]
+    return float(torch.stack(losses).mean())
+
+
+def train_held_out(seed: int, is_short: bool, device: torch.device) -> list[HeldOut]:
+    """Both parts of one seed, with each of HELD_SIDES."""
+    size = HELD_SHORT if is_short else HELD_SIZE
+    sizes = {"num_hidden_layers": 3} if is_short else HELD_MODEL
+    reader = build("llama", torch.bfloat16, device, **sizes)  # plain, so that weights alone decide the loss
+    rows: list[HeldOut] = []
+    taught: dict[str, Tensor] | None = None
+    for part, (steps, source, rate) in HELD_PARTS.items():
+        steps = SHORT["steps"] if is_short else steps
+        text = Text("rows", size["batch"], size["seq"], device, source, size["held"], seed)
+        learnt: dict[str, Tensor] | None = None
+        for side, options in HELD_SIDES.items():
+            begun = time.perf_counter()
+            model = build("llama", torch.bfloat16, device, seed, **sizes)
+            if taught is not None:
+                model.load_state_dict(taught)
+            row = HeldOut(part, side, seed, source, size["batch"], size["seq"], steps, rate)
+
+            def watch(steps: int, row: HeldOut = row, model: nn.Module = model, text: Text = text) -> None:
+                if steps in HELD_AT or steps == row.steps:
+                    reader.load_state_dict(model.state_dict())
+                    row.held_out.append((steps, measure_held_out(reader, text)))
+
+            with ignore_sizes():
+                fusion = None if options is None else tigon.fuse(model, **options)
+                row.losses, _ = train(model, Order("llama", None), text, steps, PATHS[0], rate=rate, watch=watch)
+            row.calls = {} if fusion is None else dict(fusion.report().calls)
+            if ("fp8" in side) != ("fp8" in row.calls):
+                raise RuntimeError(f"converge: {side} ran {row.calls.get('fp8', 0)} calls in FP8 on {device}.")
+            row.parameters = sum(p.numel() for p in model.parameters())
+            row.seconds = round(time.perf_counter() - begun, 1)
+            rows.append(row)
+            if side == TAUGHT:
+                learnt = {name: value.clone() for name, value in model.state_dict().items()}
+        taught = learnt
+    return rows
+
+
 # --------------------------------------------------------------------------------------------------------------- tasks
 
 
-def attempt(row: Runs, plain: int, device: str) -> Runs:
+def attempt(row: Runs, plain: int, has_fp8: bool, device: str) -> Runs:
     """`run`, or a row with the reason why the run failed."""
     try:
-        return run(row, plain, torch.device(device))
+        return run(row, plain, has_fp8, torch.device(device))
     except Exception as error:
         row.runs, row.status = [], "failed"
         row.reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -333,24 +434,24 @@ def prepare() -> None:
 
 
 def run_all(
-    rows: list[tuple[Runs, int]], device: str, jobs: int, budget: float = math.inf
-) -> Iterator[Runs]:  # fmt: skip
-    """Each row, given with the number of its plain runs, when it is there. After `budget` seconds none is begun."""
+    task: Callable[..., Any], arguments: list[tuple[Any, ...]], device: str, jobs: int, budget: float = math.inf
+) -> Iterator[Any]:  # fmt: skip
+    """The result of a task for each tuple of arguments when it is there. After `budget` seconds none is begun."""
     begun = time.perf_counter()
     if jobs == 1:
         prepare()
-        for row, plain in rows:
+        for each in arguments:
             if time.perf_counter() - begun < budget:
-                yield attempt(row, plain, device)
+                yield task(*each, device)
         return
     context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
     with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare) as pool:
-        waiting = iter(rows)
-        running = {pool.submit(attempt, *row, device) for row in itertools.islice(waiting, jobs)}
+        waiting = iter(arguments)
+        running = {pool.submit(task, *each, device) for each in itertools.islice(waiting, jobs)}
         while running:
             done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             if time.perf_counter() - begun < budget:
-                running |= {pool.submit(attempt, *row, device) for row in itertools.islice(waiting, len(done))}
+                running |= {pool.submit(task, *each, device) for each in itertools.islice(waiting, len(done))}
             yield from (future.result() for future in done)
 
 
@@ -365,7 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file; begun ones go on")
     parser.add_argument("--families", default=",".join(FAMILIES), help="separated by commas")
-    parser.add_argument("--dtype", default="fp32,bf16")
+    parser.add_argument("--dtype", help="fp32,bf16 by default; bf16 with --fp8")
     parser.add_argument("--batches", default=",".join(BATCHES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int)
@@ -375,19 +476,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help=f"{SHORT['steps']} steps of small batches")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further row is begun")
+    parser.add_argument("--fp8", action="store_true", help="fused runs with FP8 layers, too, into a file of their own")
+    parser.add_argument("--held-out", action="store_true", help="FP8 and bf16 by the loss on held-out text instead")
+    parser.add_argument("--plot", action="store_true", help="with --held-out: a chart beside the result file")
     options = parser.parse_args(arguments)
+    if options.held_out:
+        return compare_held_out(options)
     size = dict(SHORT if options.short else LONG)
     size["steps"] = options.steps or size["steps"]
     least = size.pop("plain")
     if options.plain is not None and options.plain < 3:
         parser.error("--plain must be at least 3: of a run that is left out, two are to remain")
     families = parse_list(options.families, FAMILIES, "families", parser)
-    dtypes = parse_list(options.dtype, DTYPES, "dtype", parser)
+    dtypes = parse_list(options.dtype or ("bf16" if options.fp8 else "fp32,bf16"), DTYPES, "dtype", parser)
+    if options.fp8 and dtypes != ["bf16"]:
+        parser.error("--fp8 needs --dtype bf16: FP8 products give bf16")
     batches = parse_list(options.batches, BATCHES, "batches", parser)
 
     device = torch.device(options.device)
     empty = report.result("converge", [], device=device)
-    path = options.output / report.file_name(empty)
+    path = options.output / report.file_name(empty, "converge-fp8" if options.fp8 else None)
     wanted = [Runs(f, dtype, b, **size) for b in reversed(batches) for dtype in dtypes for f in reversed(families)]
     rows = load_rows(path, empty, wanted)
     if rows:
@@ -398,16 +506,38 @@ def main(arguments: list[str] | None = None) -> int:
         routed = "num_experts" in FAMILIES[row.model] and row.dtype == "fp32" and not options.short
         return options.plain or (PLAIN_ROUTED if routed else least)
 
-    runs = [(row, plain(row)) for row in todo]
-    for row in run_all(runs, options.device, options.jobs, options.budget):
+    runs = [(row, plain(row), options.fp8) for row in todo]
+    for row in run_all(attempt, runs, options.device, options.jobs, options.budget):
         rows.append(row)
         rows.sort(key=lambda r: [key(w) for w in wanted].index(key(r)), reverse=True)
         judge(rows)
         report.save(path, report.result("converge", rows, device=device))
         what = row.reason or f"loss {row.loss.split()[-1]}"
+        if options.fp8 and row.runs:
+            what += f", FP8's losses {max(row.of('fp8', 'loss')):.3g} × as far apart as those of plain runs"
         print(f"{row.model} {row.dtype} {row.batches}: {row.status}, {what}, {row.seconds:.0f} s", flush=True)
     print(report.to_text(report.result("converge", rows, device=device)))
     return 0 if len(rows) == len(wanted) and all(row.status == "ok" for row in rows) else 1
+
+
+def compare_held_out(options: argparse.Namespace) -> int:
+    """1 if a side ends beyond the spread of seeds in bf16, else 0. The file is written after every seed."""
+    device = torch.device(options.device)
+    rows: list[HeldOut] = []
+    seeds = [(seed, options.short) for seed in range(SEEDS)]
+    for found in run_all(train_held_out, seeds, options.device, options.jobs, options.budget):
+        rows = sorted([*rows, *found], key=lambda r: (r.part != SCRATCH, [*HELD_SIDES].index(r.side), r.seed))
+        content = report.result("held-out", rows, device=device)
+        path = options.output / report.file_name(content)
+        report.save(path, content)
+        print(f"seed {found[0].seed}: {sum(row.seconds for row in found):.0f} s", flush=True)
+    lines = describe_held_out(rows, TAUGHT)
+    print("\n".join(lines), flush=True)
+    if options.plot and rows:
+        from harness.plots import plot
+
+        plot(content, path.with_suffix(".png"))
+    return int(any("BEYOND" in line for line in lines))
 
 
 def key(row: Runs) -> tuple[Any, ...]:

@@ -14,6 +14,9 @@ give one limit per measure: the more plain runs, the sharper the limit. Families
 A fused run beyond the limit is wrong, with one exception. Other orders do not show an error that all plain runs share,
 such as the error of a softcap in bf16. So below fp32 an exact run computes in fp32 from the same bf16 weights. A fused
 run that is nearer to the exact run than plain runs are on average is right, even beyond the limit.
+
+A run in FP8 has scores, too, and no limit: FP8 rounds more coarsely by design. Such a run is judged by the loss on
+held-out text over several seeds, see `describe_held_out`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ ROUNDING = 2.0**-24
 class Training:
     """One run that has ended.
 
-    side: "hf", "tigon", or "exact", which computes in fp32. path: how its loss is computed. order: its seed.
+    side: "hf", "tigon", "fp8", or "exact", which computes in fp32. path: how its loss is computed. order: its seed.
     losses, norms: of each step; norms are of the whole gradient, before clipping.
     weights: the way from the first weights to the last, as one fp32 vector, the same order for all runs.
     calls: of fused operators in the last step.
@@ -127,6 +130,35 @@ class Runs:
         return errors is not None and errors[i] < fmean(errors[:plain])
 
 
+@dataclass
+class HeldOut:
+    """One training, judged by the loss on text that no step trained on.
+
+    part: from random weights, or from the weights that bf16 has trained. side: how the model was changed.
+    losses: of each step. held_out: pairs of a number of steps and the held-out loss after them, which a plain bf16
+        model with the same weights computes.
+    calls: of fused operators in the last step.
+    """
+
+    part: str
+    side: str
+    seed: int
+    source: str
+    batch: int
+    seq: int
+    steps: int
+    rate: float
+    parameters: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is recorded: the losses as text, for `curve`."""
+        return {**asdict(self), "losses": " ".join(f"{loss:.5f}" for loss in self.losses)}
+
+
 def _text(values: Tensor, style: str) -> str:
     return " ".join(style.format(v) for v in values.tolist())
 
@@ -209,6 +241,8 @@ def judge(rows: Iterable[Runs]) -> None:
 def _wrong(row: Runs) -> list[str]:
     found = []
     for i, run in enumerate(row.runs):
+        if run["side"] == "fp8" and not run["calls"].get("fp8"):
+            found.append(f"{run['path']}: no layer ran in FP8")
         if run["side"] != "tigon":
             continue
         if not run["calls"] or (run["path"] == "labels") != ("head" in run["calls"]):
@@ -221,3 +255,37 @@ def _wrong(row: Runs) -> list[str]:
                     f"{run['path']}: {measure} {score:.3g} × the spread, plain {furthest:.3g}, limit {most:.3g}"
                 )
     return found
+
+
+# ------------------------------------------------------------------------------------------------------- held-out text
+
+SHOWN = (1, 10, 25, 50, 100)  # steps whose losses are printed, besides the last
+
+
+def describe_held_out(rows: Sequence[HeldOut], base: str) -> list[str]:
+    """A line for each part and side: losses of steps, the mean over seeds; held-out losses of the seeds; a verdict.
+
+    base: the side that others are compared with, seed by seed. The yardstick is the range of its held-out losses over
+    seeds: a side whose mean exceeds the base's by more is BEYOND the spread, and so is one that is not a number.
+    """
+    lines = []
+    for part, side in dict.fromkeys((row.part, row.side) for row in rows):
+        mine = {row.seed: row for row in rows if (row.part, row.side) == (part, side)}
+        theirs = {row.seed: row for row in rows if (row.part, row.side) == (part, base)}
+        seeds = [seed for seed in mine if seed in theirs]
+        steps = [step for step in SHOWN if step < mine[seeds[0]].steps] + [mine[seeds[0]].steps]
+        shown = ", ".join(f"{step}: {fmean(mine[seed].losses[step - 1] for seed in seeds):.3f}" for step in steps)
+        ends = [mine[seed].held_out[-1][1] for seed in seeds]
+        bases = [theirs[seed].held_out[-1][1] for seed in seeds]
+        line = f"{part}, {side}: loss of step {shown}; held out {', '.join(f'{end:.4f}' for end in ends)}"
+        if side != base:
+            curves = [
+                torch.tensor(mine[seed].losses, dtype=torch.float64) - torch.tensor(theirs[seed].losses)
+                for seed in seeds
+            ]
+            apart = float(torch.stack(curves).square().mean().sqrt())
+            change, spread = fmean(ends) - fmean(bases), max(bases) - min(bases)
+            verdict = "within" if change <= spread else "BEYOND"  # NaN is beyond
+            line += f", mean {change:+.4f}, {verdict} the spread of seeds {spread:.4f}; steps' losses {apart:.4f} apart"
+        lines.append(line)
+    return lines

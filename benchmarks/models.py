@@ -5,6 +5,8 @@
     python benchmarks/models.py --output results --profile                  and where the device's time goes
     python benchmarks/models.py --output results --only llama-3.2-1b --sides hf,liger,tigon
     python benchmarks/models.py --output results --resume results/h200-models.json            what is missing
+    python benchmarks/models.py --output results --name fp8-models.json --only llama-3-8b-16x512
+        --sides compile-layers,tigon,tigon-fp8,torchao-tensorwise,torchao-tensorwise-compile  FP8; pip install torchao
     python benchmarks/models.py --output results --memory-over-sequence     Llama-3-8B over the length
     python benchmarks/models.py --output results --name same-attention.json --only llama-3.2-1b --profile
         --sides hf,compile-layers,compile-causal,liger,tigon --settings 1x0.125,1x0,4x0
@@ -25,15 +27,16 @@ import torch
 from harness import report
 from harness.floor import measure_floor
 from harness.processes import run_in_process
-from harness.training import DEFAULT_SIDES, MASKED, RunResult, measure_lengths, train_side
+from harness.training import DEFAULT_SIDES, MASKED, RunResult, measure_lengths, train_side, why_missing
 
 from tigon.presets import PRESETS
 
 # Only --sides selects these: torch.compile with the flash kernel, the levels of recompute, the highest of them with
-# activations in host memory, and FP8.
+# activations in host memory, FP8, and torchao's FP8 layers in plain and in fused models.
 CHOSEN = (
     "compile-causal", "compile-layers", "tigon-none", "tigon-product", "tigon-cheap", "tigon-mlp", "tigon-offload",
-    "tigon-fp8", "tigon-fp8-keep", "tigon-fp8-head",
+    "tigon-fp8", "tigon-fp8-keep", "tigon-fp8-head", "torchao-tensorwise", "torchao-rowwise", "tigon-torchao",
+    "torchao-tensorwise-compile", "torchao-rowwise-compile", "tigon-torchao-compile",
 )  # fmt: skip
 ORDER = ("floor", "hf", "compile", *CHOSEN[:2], "liger", "tigon", "tigon-compile", *CHOSEN[2:])
 
@@ -147,6 +150,9 @@ def run(options: argparse.Namespace) -> None:
         began = time.monotonic()
         if began - start > options.budget:
             print(f"left out, the budget of {options.budget:.0f} s was spent: {case.name} {side}", flush=True)
+            continue
+        if why := why_missing(side):
+            print(f"left out, {why}: {case.name} {side}", flush=True)
             continue
         task, request = train_side, {"steps": options.steps or case.steps, "profile": options.profile}
         request["settings"] = options.settings

@@ -22,8 +22,8 @@ LINES = {  # to the next 50
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 65650,
-    "benchmarks": 15700,
+    "tests": 65100,
+    "benchmarks": 16100,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 

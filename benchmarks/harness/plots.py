@@ -15,11 +15,13 @@ COLOURS = {
     "tigon": "#d9480f", "tigon-weight": "#f08c3a", "tigon-compact": "#f5b97f", "tigon-compile": "#f08c3a",
     "liger": "#3b6ea5", "liger-fp32": "#7ba3cc", "compile": "#7a7a7a", "eager": "#b5b5b5", "torch": "#d0b070",
     "torch-gather": "#b58a6a", "hf": "#b5b5b5", "cce": "#6a9c78", "quack": "#8d7ab5", "floor": "#dcdcdc",
+    "tigon-fp8": "#2b8a3e", "tigon-fp8 first=2": "#94c973",
 }  # fmt: skip
 OTHER = "#999999"
 FAINT = "#555555"  # titles on a white background
 # Bars of operators end at this multiple of the shortest, so that the slowest do not flatten the others.
 LONGEST = 6.0
+FIRST_STEPS = 60  # of a training, in a panel of their own
 
 Row = dict[str, Any]
 
@@ -107,8 +109,30 @@ def _draw_searches(content: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
+def _draw_held_out(content: dict[str, Any], plt: Any) -> Any:
+    """Losses of the steps, the mean over seeds: the first steps from random weights, all of them, and fine-tuning."""
+    curves: dict[str, dict[str, list[list[float]]]] = {}
+    for row in content["rows"]:
+        losses = [float(word) for word in row["losses"].split()]
+        curves.setdefault(row["part"], {}).setdefault(row["side"], []).append(losses)
+    panels: list[tuple[str, int | None]] = [(part, None) for part in curves]
+    panels.insert(0, (panels[0][0], FIRST_STEPS))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.0 * len(panels), 3.6), squeeze=False, layout="constrained")
+    for axis, (part, count) in zip(axes.flat, panels, strict=True):
+        for side, seeds in curves[part].items():
+            mean = [sum(losses) / len(losses) for losses in zip(*seeds, strict=True)][:count]
+            axis.plot(range(1, len(mean) + 1), mean, color=COLOURS.get(side, OTHER), label=side, linewidth=1.2)
+        axis.set_title(f"{part}, first {count} steps" if count else part, fontsize=12, loc="left")
+        axis.set_xlabel("step")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("loss")
+    axes[0, 0].legend(frameon=False)
+    return figure
+
+
 KINDS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "ops": _draw_operators,
     "model": _draw_models,
     "search": _draw_searches,
+    "held-out": _draw_held_out,
 }

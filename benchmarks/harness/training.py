@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from harness.kernels import profile_step, record_step
-from torch import Tensor
+from torch import Tensor, nn
 
 from tigon.fusion.memory.checkpointing import checkpoint_activations
 
@@ -23,6 +25,7 @@ WARMUP_STEPS = 3
 LEARNING_RATE = 1e-5
 WARM_LENGTH = 64  # tokens of the warm-up step before memory is measured
 LONG_STEP_MS = 10e3  # a first step this long counts, too
+RECIPES = ("tensorwise", "rowwise")  # torchao's
 MASKED = 0.125  # share of the labels that are masked, unless a row says otherwise
 
 
@@ -120,8 +123,43 @@ def _tigon_fp8(model: PreTrainedModel, **options: Any) -> None:
     _tigon(model, fp8=FP8(**options))
 
 
-# How each side changes the plain model.
-SIDES: dict[str, Callable[[Any], None]] = {
+def convert_to_torchao(model: nn.Module, recipe: str, first: int = 1) -> int:
+    """Let torchao's Float8Linear run the linear layers inside decoder layers; returns how many.
+
+    Args:
+        recipe: torchao's name of a recipe, "tensorwise" or "rowwise".
+        first: decoder layers that stay as they are, as in `tigon.FP8`; so does the head.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # On a CPU torch does not scale rows in every version: torchao's own emulation does.
+    is_emulated = next(model.parameters()).device.type == "cpu"
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
+    layers = list(model.get_decoder().layers)[first:]
+    for layer in layers:
+        convert_to_float8_training(layer, config=config)
+    return sum(type(module).__name__ == "Float8Linear" for layer in layers for module in layer.modules())
+
+
+def _torchao(model: PreTrainedModel, recipe: str, is_fused: bool = False, is_compiled: bool = False) -> str:
+    from importlib.metadata import version
+
+    count = convert_to_torchao(model, recipe)
+    if is_fused:
+        _tigon(model)
+    if is_compiled:
+        _compile_layers(model)
+    return f"torchao {version('torchao')}, {count} layers"
+
+
+def why_missing(side: str) -> str:
+    """Why a side cannot run here, as a clause; "" where its library is installed."""
+    is_there = "torchao" not in side or importlib.util.find_spec("torchao") is not None
+    return "" if is_there else "torchao is not installed"
+
+
+# How each side changes the plain model; a text that a side returns is the row's note.
+SIDES: dict[str, Callable[[Any], str | None]] = {
     "hf": _hf,
     "compile": _compile,
     "compile-causal": _compile_causal,
@@ -135,6 +173,11 @@ SIDES: dict[str, Callable[[Any], None]] = {
     "tigon-fp8": _tigon_fp8,
     "tigon-fp8-keep": functools.partial(_tigon_fp8, keep="fp8"),
     "tigon-fp8-head": functools.partial(_tigon_fp8, head=True),
+    # torchao's recipes in the same layers: eager, compiled as in compile-layers, and inside a fused model.
+    **{f"torchao-{recipe}": functools.partial(_torchao, recipe=recipe) for recipe in RECIPES},
+    **{f"torchao-{recipe}-compile": functools.partial(_torchao, recipe=recipe, is_compiled=True) for recipe in RECIPES},
+    "tigon-torchao": functools.partial(_torchao, recipe="tensorwise", is_fused=True),
+    "tigon-torchao-compile": functools.partial(_torchao, recipe="tensorwise", is_fused=True, is_compiled=True),
 }
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 
@@ -169,7 +212,8 @@ class Trainer:
             checkpoint_activations(self.model)
         attention = self.model.config._attn_implementation
         side.note = "" if attention == "sdpa" else f"{attention} attention"
-        SIDES[side.side](self.model)
+        own = SIDES[side.side](self.model)
+        side.note = "; ".join(filter(None, (side.note, own)))
         prepare(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
         self.draw = torch.Generator(device).manual_seed(1)
@@ -251,7 +295,8 @@ def train_side(
                 say(f"{side.side}: step {step + 1} of {WARMUP_STEPS + steps}, loss {loss:.5f}, {ms:.0f} ms")
             row.peak_gib = peak_gib(device)
             if "compile" in side.side:
-                row.note = f"{torch._dynamo.utils.counters['stats']['unique_graphs']} graphs compiled"
+                graphs = f"{torch._dynamo.utils.counters['stats']['unique_graphs']} graphs compiled"
+                row.note = "; ".join(filter(None, (side.note, graphs)))
             if profile and accumulation == 1:
                 inputs = draw()
                 row.profile_ms = profile_step(lambda inputs=inputs: trainer.step(*inputs), device)

@@ -1,6 +1,7 @@
 """benchmarks/models.py: what runs in which order, what a floor counts, what a kernel is for, what fits."""
 
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -18,6 +19,8 @@ from harness.runner import Case, Ceilings, Settings
 from harness.training import WARMUP_STEPS, RunResult, Trainer, measure_lengths, train_side
 from torch.utils.flop_counter import FlopCounterMode
 
+import tigon
+from tigon.fusion.fp8.layers import ignore_sizes
 from tigon.presets import PRESETS
 
 TINY = {
@@ -156,6 +159,53 @@ def test_which_attention_kernel_a_compiled_side_can_take(name, graphs, mask, mon
     assert nodes
     assert {node.kwargs["is_causal"] for node in nodes} == {mask is None}
     assert {getattr(node.kwargs["attn_mask"], "name", None) for node in nodes} == {mask}
+
+
+@pytest.mark.parametrize("side", ["tigon-fp8", "tigon-fp8-keep", "tigon-fp8-head"])
+@pytest.mark.parametrize(("model", "checkpointing"), [("llama-3-8b", True), ("qwen3-1.7b", False)])
+def test_a_side_in_fp8_multiplies_in_fp8(side, model, checkpointing, monkeypatch):
+    """All layers but the first, at sizes that would otherwise stay in bf16; the losses are near those in bf16."""
+    made, fuse = [], tigon.fuse
+    monkeypatch.setattr(tigon, "fuse", lambda *args, **options: made.append(fuse(*args, **options)))
+    losses = {}
+    for name in ("tigon", side):
+        with ignore_sizes():
+            trainer = Trainer(RunResult(model, name, 2, 16, checkpointing, "bfloat16"), CPU, TINY)
+            losses[name] = trainer.step(trainer.batch(2, 16)).item()
+    assert made[0].report().calls.get("fp8", 0) == 0
+    assert made[-1].report().calls["fp8"] >= 3  # query, key and value; attention's output; the gated unit
+    assert losses[side] != losses["tigon"]
+    assert losses[side] == pytest.approx(losses["tigon"], rel=2e-3)
+
+
+@pytest.mark.parametrize("side", [side for side in training.SIDES if "torchao" in side])
+def test_torchao_takes_the_layers_that_fp8_takes(side, monkeypatch):
+    pytest.importorskip("torchao.float8")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    losses = {}
+    for name in ("hf", side):
+        torch._dynamo.reset()
+        row = RunResult("llama-3.2-1b", name, 2, 16, False, "bfloat16")
+        (row,) = train_side(row, CPU, 1, TINY, say=lambda text: None)
+        losses[name], note = row.losses, row.note
+    assert re.match(r"torchao [\d.]+, 7 layers", note), note
+    assert ("graphs compiled" in note) == ("compile" in side)
+    assert losses[side] != losses["hf"]
+    assert losses[side] == pytest.approx(losses["hf"], rel=2e-3)
+    trainer = Trainer(RunResult("llama-3.2-1b", side, 2, 16, False, "bfloat16"), CPU, TINY)
+    first, second = trainer.model.get_decoder().layers
+    assert {type(m) for m in first.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+    assert torch.nn.Linear not in {type(m) for m in second.modules()}
+    assert type(trainer.model.lm_head) is torch.nn.Linear
+
+
+def test_a_side_without_its_library_is_left_out(models, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(models, "run_in_process", lambda task, row, **_: ran.append(row.side) or [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    models.run(models.parse(["--only", "llama-3-8b-16x512", "--sides", "tigon,torchao-rowwise"]))
+    assert ran == ["tigon"]
+    assert "left out, torchao is not installed: llama-3-8b-16x512 torchao-rowwise" in capsys.readouterr().out
 
 
 def test_another_environment_is_not_gone_on_with(models, tmp_path):
