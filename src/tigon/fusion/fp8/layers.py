@@ -288,9 +288,11 @@ def why_not_in_fp8(x: Any) -> str:
 
 def why_not_here(x: Any) -> str:
     """Why layers with the input x run in bf16 now, as a clause for the report; "" where they run in FP8."""
-from tigon.kernels.autograd import is_exporting, is_traced
-from tigon.ops.fp8.compiled import multiply_gated_traced, multiply_traced
-from tigon.ops.fp8.gathered import GatheredWeight
+    if isinstance(x, DTensor):
+        return "its input was a DTensor, as tensor parallelism makes"
+    traces = is_exporting() if torch.compiler.is_compiling() else type(x) is not Tensor or is_traced(x)
+    if traces or is_functorch_active():
+        return "a trace or a transform ran the layer"
     if (autocast_dtype(x.device.type) or x.dtype) is not torch.bfloat16:
         return f"its input was {str(x.dtype).removeprefix('torch.')}, and FP8 products give bf16"
     tokens = x.numel() // max(x.shape[-1], 1)
