@@ -19,7 +19,7 @@ from tigon.fusion.fp8.layers import has_versions, why_layer_unfit, why_not_here
 from tigon.fusion.fp8.options import FP8
 from tigon.ops.fp8.frozen import FrozenStack, ReplacedWeight, ReplacedWeights
 from tigon.ops.fp8.products import why_unsupported
-from tigon.ops.fp8.store import Copies, JointWeight
+from tigon.ops.fp8.store import JointWeight
 
 WRITERS = ("merge", "unmerge")  # PEFT's methods that write to the base layer's weight
 
@@ -89,7 +89,7 @@ class FP8Bases:
         self.store.is_versioned = has_versions(ledger)
         return self._stack_for(self.store.read(parameters), parameters), index
 
-    def _stack_for(self, copies: Copies | ReplacedWeights, parameters: list[Any]) -> FrozenStack:
+    def _stack_for(self, copies: Any, parameters: list[Any]) -> FrozenStack:
         last = self._stack
         if last is None or last.copies is not copies or any(map(operator.is_not, last.parameters, parameters)):
             last = self._stack = FrozenStack(copies, parameters, is_exact=self.is_exact)

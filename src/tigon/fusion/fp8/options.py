@@ -57,7 +57,8 @@ class FP8:
         if not isinstance(self.head, bool):
             raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
         choices = {
-            "keep": Keep, "weights": Weights, "dw": WeightGradients, "sums": Sums, "all_gather": AllGather, "base": Base,
+            "keep": Keep, "weights": Weights, "dw": WeightGradients, "sums": Sums, "all_gather": AllGather,
+            "base": Base,
         }  # fmt: skip
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):

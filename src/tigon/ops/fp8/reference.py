@@ -114,7 +114,7 @@ def multiply_rows_reference(rows: Rows, weight: Weight, bias: Tensor | None, dty
 
 
 def multiply_blocks_reference(rows: Rows, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    x = rows.data.float().unflatten(1, (-1, BLOCK)) * rows.scale[:, :, None]
+    x: Tensor = rows.data.float().unflatten(1, (-1, BLOCK)) * rows.scale[:, :, None]
     return (x.flatten(1) @ expand_blocks(data, scale, (BLOCK, BLOCK)).t()).to(dtype)
 
 
