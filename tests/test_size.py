@@ -18,12 +18,12 @@ LINES = {  # to the next 50
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 8950,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 18700,
+    "src/tigon/ops": 18400,
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 65100,
-    "benchmarks": 16100,
+    "tests": 65400,
+    "benchmarks": 15700,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 

@@ -6,7 +6,8 @@ from world import world_of
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("distributed")
-one, two, three, four, five = map(world_of, (1, 2, 3, 4, 5))
+# One GPU runs what needs no second rank.
+one, two, three, four, five = world_of(1), world_of(2, 1), world_of(3, 1), world_of(4), world_of(5)
 
 
 def make(hidden=32):
@@ -177,7 +178,7 @@ def read_amax(rank, size, device):
     with ignore_sizes():
         fusion = tigon.fuse(model, fp8=tigon.FP8(first=0, all_gather="fp8"))
         shard(model, device, size)
-        if rank == 1:
+        if rank == size - 1:
             model.model.layers[1].mlp.down_proj.weight._local_tensor[0, 0] = -torch.nan
         model(input_ids=torch.arange(40, device=device).view(2, 20))
         shards = fusion._ledger.fp8_gather._shards

@@ -220,6 +220,31 @@ def test_copies_of_weights_kept_for_a_step_see_the_optimizer():
     assert losses[0].unique().numel() == 3
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_micro_batches_have_the_same_bits_whatever_is_kept(checkpointed):
+    found, kept = {}, {}
+    for weights in ("use", "step", "auto"):
+        model = make()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        tigon.fuse(model.train(), fp8=tigon.FP8(first=0, weights=weights))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for i in range(8):
+            ids = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(i))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.detach())
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[weights] = torch.stack([*losses, *(p.detach().float().sum() for p in model.parameters())])
+        kept[weights] = model.model.layers[1].mlp._tigon.fp8.stores.down.nbytes > 0
+    assert torch.equal(found["use"], found["step"])
+    assert torch.equal(found["use"], found["auto"])
+    assert kept == {"use": False, "step": True, "auto": True}
+
+
 def test_the_forward_pass_is_the_same_without_gradients():
     model = make()
     tigon.fuse(model, fp8=WHOLE)

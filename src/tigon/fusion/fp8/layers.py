@@ -308,6 +308,8 @@ def why_layer_unfit(layers: Sequence[nn.Linear], outer: int = 0) -> str:
     """
     for layer in layers:
         weight = layer._parameters.get("weight")
+        if isinstance(weight, DTensor):
+            return "its weight is a DTensor: with FSDP2, fuse the model before fully_shard"
         if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
             return "its weight is no plain parameter"
         if weight.dtype not in (torch.bfloat16, torch.float32):
