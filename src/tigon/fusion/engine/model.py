@@ -88,6 +88,7 @@ def fuse(
             "experts": run a mixture's experts together, without a loop or a copy of their tokens; the router stays.
             "adapters": run the frozen linear layers that carry PEFT's LoRA adapters together with their adapters, all
             layers with a shared input at once.
+            "fp8_base": run the frozen linear layers that transformers loads in FP8, with the gradient of their input.
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.
         where: (name, module) → whether fuse may replace the module's forward; the name as in

@@ -52,6 +52,7 @@ ZERO3 = Reason("its weights are partitioned by DeepSpeed's ZeRO-3, which gathers
 BASE_HOOKED = Reason("its base layer has hooks or a replaced forward")
 TRAINED = Reason("its base layer's weight is trained too")
 NO_STATE = Reason("its base layer is quantised, but has no quantisation state yet", "move the model to its device")
+ADAPTER_IN_FP8 = Reason("its adapter is in FP8 itself", "call get_peft_model with autocast_adapter_dtype=True")
 DTYPES_DIFFER = Reason("its input, base layer and adapter have incompatible dtypes or devices")
 SHARDED = Reason("its weights are sharded (DTensor), or use a tensor class that Tigon does not support")
 
@@ -153,6 +154,8 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     weight: Any = _read_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
     bias = getattr(base, "bias", None)
     if is_fp8_layer(base):
+        if a.dtype.itemsize == 1:
+            return ADAPTER_IN_FP8
         weight = read_stored(base, x, dtype)
         bias = bias.to(dtype) if isinstance(bias, Tensor) and weight is not None else bias
     if isinstance(weight, Reason):

@@ -114,8 +114,9 @@ def multiply_rows_reference(rows: Rows, weight: Weight, bias: Tensor | None, dty
 
 
 def multiply_blocks_reference(rows: Rows, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    x: Tensor = rows.data.float().unflatten(1, (-1, BLOCK)) * rows.scale[:, :, None]
-    return (x.flatten(1) @ expand_blocks(data, scale, (BLOCK, BLOCK)).t()).to(dtype)
+    M, K = rows.data.shape
+    x: Tensor = (rows.data.float().view(M, K // BLOCK, BLOCK) * rows.scale[:, :, None]).view(M, K)
+    return (x @ expand_blocks(data, scale, (BLOCK, BLOCK)).t()).to(dtype)
 
 
 def expand_blocks(data: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

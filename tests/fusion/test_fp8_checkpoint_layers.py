@@ -116,6 +116,9 @@ def test_adapters_train_as_on_dequantised_weights(kind, targets):
     assert distance(gradients, truth) < ROUNDED
     others = {} if targets == "all-linear" else {"frozen, with the gradient of its input": 10}
     assert rows(fusion) == others
+    adapters = [row for row in fusion.report().rows if row.kind == "adapters"]
+    assert sum(row.count for row in adapters) == (14 if targets == "all-linear" else 4)
+    assert all(row.calls == row.count for row in adapters)  # by Tigon, and not by PEFT's own code
     assert rows(fusion, fused=False) == {}
 
 
@@ -287,6 +290,15 @@ def test_a_weight_that_was_dequantised_runs_as_the_layer_does():
     (loss, gradients), (wanted, truth) = step(model), step(plain)
     torch.testing.assert_close(loss, wanted, rtol=1e-3, atol=0)
     assert distance(gradients, truth) < ROUNDED
+
+
+def test_adapters_in_fp8_are_left_to_peft():
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(make()[0], adapters, autocast_adapter_dtype=False)
+    fusion = tigon.fuse(model)
+    with pytest.raises(RuntimeError, match="Float8"):
+        step(model)
+    assert "its adapter is in FP8 itself" in str(fusion.report())
 
 
 def test_autocast_and_inference():
