@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tigon.kernels import use_triton
 from tigon.ops.cast_together import cast_together
-from tigon.ops.fp8.recipe import Rows
+from tigon.ops.fp8.blocks import quantize_blocks
+from tigon.ops.fp8.recipe import BLOCK, Rows
 from tigon.ops.fp8.rows import quantize_rows
 from tigon.ops.linear.lora import FrozenFP8, LoRA, dense, is_fp8, multiplier, widest_dtype
 from tigon.ops.lora_dropout import draw_masks, dropped_gradient, dropped_outer, dropped_product, kept_share
 
 # How the factors of FP8 products are rounded, by the `block` of the frozen weight.
-QUANTIZERS: dict[int | None, Callable[[Tensor], Rows]] = {None: quantize_rows}
+QUANTIZERS: dict[int | None, Callable[[Tensor], Rows]] = {None: quantize_rows, BLOCK: quantize_blocks}
 BESIDE = 3  # tensors that `quantize_rows` reads side by side
 
 
