@@ -26,6 +26,8 @@ class FP8:
         dw: dtype of the products of weight gradients.
         sums: "fast": the tensor cores' own accumulator. "exact": fp32 sums after every 128 terms, about 7 % slower
             products.
+        experts: run the stacked experts of a mixture in FP8, too, where their activation is a plain gated unit. Routers
+            stay in the model's dtype.
         skip: names, or parts of names, of layers that stay in bf16.
     Raises: ValueError for a negative count or an unknown choice.
     """
@@ -37,6 +39,7 @@ class FP8:
     weights: Weights = "auto"
     dw: WeightGradients = "fp8"
     sums: Sums = "fast"
+    experts: bool = False
     skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -44,8 +47,9 @@ class FP8:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
-        if not isinstance(self.head, bool):
-            raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
+        for name in ("head", "experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"FP8: {name} must be True or False, got {getattr(self, name)!r}.")
         for name, kind in (("keep", Keep), ("weights", Weights), ("dw", WeightGradients), ("sums", Sums)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"FP8: {name} must be one of {get_args(kind)}, got {getattr(self, name)!r}.")

@@ -19,13 +19,14 @@ from tigon.ops.fp8.recipe import Rows, Weight
 from tigon.ops.fp8.reference import multiply_columns_reference, multiply_rows_reference
 
 
-def multiply_grouped_rows(rows: Rows, weight: Weight, ends: Tensor) -> Tensor:
+def multiply_grouped_rows(rows: Rows, weight: Weight, ends: Tensor, *, is_exact: bool = False) -> Tensor:
     """Each group's rows · its weightᵀ in bf16.
 
     Args:
         rows: data (S, K), scale (S, 1): group after group. K is a multiple of 16.
         weight: data (E, N, K), scale (E, N). N is a multiple of 16.
         ends: (E,) int32, ascending, where each group's rows end. Groups may be empty.
+        is_exact: as for `multiply_rows`.
     Returns: (S, N) bf16; rows behind the last group have any value.
     """
     S, N, dtype = len(rows.data), weight.data.shape[1], torch.bfloat16
@@ -41,17 +42,18 @@ def multiply_grouped_rows(rows: Rows, weight: Weight, ends: Tensor) -> Tensor:
         return torch.cat([y, y.new_zeros(S - len(y), N)])
     return torch._scaled_grouped_mm(
         rows.data, weight.data.transpose(1, 2), rows.scale.view(-1), weight.scale, ends,
-        out_dtype=dtype, use_fast_accum=True,
+        out_dtype=dtype, use_fast_accum=not is_exact,
     )  # fmt: skip
 
 
-def multiply_grouped_columns(a: Tensor, b: Tensor, c: Tensor, ends: Tensor) -> Tensor:
+def multiply_grouped_columns(a: Tensor, b: Tensor, c: Tensor, ends: Tensor, *, is_exact: bool = False) -> Tensor:
     """Each group's c · a bᵀ, summed over the group's columns: the weights' gradients.
 
     Args:
         a: (N, P) e4m3. b: (K, P) e4m3. K is a multiple of 16, and so is every group; no group is empty.
         c: (E,) fp32.
         ends: (E,) int32, ascending, where each group's columns end.
+        is_exact: as for `multiply_rows`.
     Returns: (E, N, K) bf16.
     """
     E, N, K, dtype = len(c), len(a), len(b), torch.bfloat16
@@ -63,7 +65,7 @@ def multiply_grouped_columns(a: Tensor, b: Tensor, c: Tensor, ends: Tensor) -> T
         return torch.stack(parts)
     return torch._scaled_grouped_mm(
         a, b.t(), c.repeat_interleave(N, output_size=E * N), c.new_ones(E * K), ends,
-        out_dtype=dtype, use_fast_accum=True,
+        out_dtype=dtype, use_fast_accum=not is_exact,
     )  # fmt: skip
 
 
