@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import autocast_device
-from tigon.kernels.dispatch import stands_for_gpu, torch_is_forced
+from tigon.kernels.dispatch import torch_is_forced
 from tigon.ops.fp8.products import why_unsupported
 from tigon.ops.fp8.recipe import Rows, Weight
 from tigon.ops.fp8.reference import multiply_columns_reference, multiply_rows_reference
@@ -30,7 +30,7 @@ def multiply_grouped_rows(rows: Rows, weight: Weight, ends: Tensor, *, is_exact:
     Returns: (S, N) bf16; rows behind the last group have any value.
     """
     S, N, dtype = len(rows.data), weight.data.shape[1], torch.bfloat16
-    if stands_for_gpu(rows.data) or not S:
+    if rows.data.is_meta or not S:
         return rows.scale.new_empty((S, N), dtype=dtype)
     if not _has_products(rows.data):
         with torch.autocast(autocast_device(rows.data.device.type), enabled=False):
@@ -57,7 +57,7 @@ def multiply_grouped_columns(a: Tensor, b: Tensor, c: Tensor, ends: Tensor, *, i
     Returns: (E, N, K) bf16.
     """
     E, N, K, dtype = len(c), len(a), len(b), torch.bfloat16
-    if stands_for_gpu(a):
+    if a.is_meta:
         return c.new_empty((E, N, K), dtype=dtype)
     if not _has_products(a):
         with torch.autocast(autocast_device(a.device.type), enabled=False):

@@ -43,7 +43,8 @@ def quantize_transposed(parts: Sequence[Tensor], amax: Tensor) -> Weight:
 
 def measure_stack(stack: Tensor) -> Tensor:
     """The largest magnitude of each weight in a stack (E, N, K), (E,) fp32."""
-    return torch.linalg.vector_norm(stack.detach(), torch.inf, dim=(1, 2)).float()
+    amax: Tensor = torch.linalg.vector_norm(stack.detach(), torch.inf, dim=(1, 2))
+    return amax.float()
 
 
 def quantize_stack(stack: Tensor, amax: Tensor) -> Weight:
