@@ -376,7 +376,8 @@ def fp8_gated_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, 
 
 def fp8_experts_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
     """Operator, case, shape, dtype and call for experts in FP8: Mixtral-8x7B's, and Qwen3-30B-A3B's in fp32."""
-    cases = ((8192, 4096, 14336, 8, 2), torch.bfloat16, "fp8"), ((8192, 2048, 768, 128, 8), torch.float32, "bf16")
+    mixtral, qwen = (8192, 4096, 14336, 8, 2), (8192, 2048, 768, 128, 8)
+    cases = (mixtral, torch.bfloat16, "bf16"), (mixtral, torch.bfloat16, "fp8"), (qwen, torch.float32, "bf16")
     for shape, dtype, keep in cases:
         T, D, inner, E, K = shape
 

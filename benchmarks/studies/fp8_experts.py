@@ -6,11 +6,14 @@
 bf16 is `tigon.moe_mlp` as models call it: its time, and that of its six grouped products alone. FP8's six products are
 timed alone, and compared with the dequantised factors' for the first and the last expert.
 
-Each pass that FP8 needs beside its products is timed with the kernel that FP8 layers have, on tensors of the same size
-and layout: tokens and their gradients in e4m3, the activation and its gradient in e4m3 rows, both factors of two weight
-gradients, weights and their transpositions. No kernel gathers e4m3 rows yet, nor sums e4m3 experts' results otherwise
-than in bf16: these passes, and the routing, count with their bytes at the rate of a large copy. The same rate gives the
-reckoned time of all passes. predicted_ms is the products' and the passes' time; times_faster compares bf16's with it.
+Each pass that FP8 needs beside its products is timed alone on tensors of the same size and layout: tokens and their
+gradients in e4m3, the activation and its gradient in e4m3 rows, both factors of two weight gradients, weights and their
+transpositions. The gathering of rows, the sums of results and the routing, which bf16 has, too, count with their bytes
+at the rate of a large copy. The same rate gives the reckoned time of all passes. predicted_ms is the products' and the
+passes' time.
+
+fp8_ms is the operator behind `tigon.FP8(experts=True)`, which takes plain gated units alone; fp8_error compares its
+result and gradients with bf16's. times_faster compares bf16's time with fp8_ms, or without one with predicted_ms.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from cases.experts import OPS
 from cases.inputs import Inputs
 from harness import report
-from harness.runner import QUICK, Ceilings, Settings, free, measure_ceilings, one_line, time_ms
+from harness.runner import QUICK, Ceilings, Settings, free, measure_ceilings, one_line, peak_mib, time_ms
 from torch import Tensor
 
 from tigon import use_backend
@@ -33,12 +36,14 @@ from tigon.kernels import use_triton
 from tigon.ops.experts.launches import _rows_by_weight, _weight_bwd
 from tigon.ops.experts.routing import route, rows_of_a_tile
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
+from tigon.ops.fp8.experts import multiply_by_experts
 from tigon.ops.fp8.gated_gradient import gated_gradient
 from tigon.ops.fp8.gated_rows import gated_rows
 from tigon.ops.fp8.grouped import multiply_grouped_columns, multiply_grouped_rows
-from tigon.ops.fp8.recipe import Rows, Weight, round_up
+from tigon.ops.fp8.mlp import Unit
+from tigon.ops.fp8.recipe import Rows, round_up
 from tigon.ops.fp8.rows import quantize_rows
-from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
+from tigon.ops.fp8.weight import measure_stack, quantize_stack, transpose_stack
 
 KIND = "fp8-experts"
 # tokens, width, inner width, experts, choices; the operator of benchmarks/cases that draws the layer
@@ -49,11 +54,16 @@ LAYERS = {
 }
 TOY = {name: (op, (64, 32, 48, 4, 2)) for name, (op, _) in LAYERS.items()}
 LARGEST_ERROR = 0.01  # of a product against the dequantised factors'
+LARGEST_DIFFERENCE = 0.15  # of results and gradients in FP8 to bf16's
 
 
 @dataclass
 class Layer:
-    """One layer's times. error: the largest ‖found − exact‖ / ‖exact‖ of the six FP8 products."""
+    """One layer's times.
+
+    error: the largest ‖found − exact‖ / ‖exact‖ of the six FP8 products. fp8_error: of the result and the gradients,
+    where exact is bf16's. peak_mib: of forward and backward, beyond inputs.
+    """
 
     model: str
     shape: tuple[int, ...]
@@ -69,6 +79,8 @@ class Layer:
     error: float | None = None
     fp8_ms: float | None = None
     fp8_error: float | None = None
+    bf16_peak_mib: float | None = None
+    fp8_peak_mib: float | None = None
     parts: dict[str, float] | None = None
     reckoned: dict[str, float] | None = None
 
@@ -114,15 +126,10 @@ class Factors:
         self.of_x, self.of_dy, self.of_h, self.of_dz = (
             quantize_rows(torch.randn(S, n, device=index.device, dtype=self.x.dtype)) for n in (D, D, inner, 2 * inner)
         )
-        self.weights = [
-            Weight(w.data.view(E, n, -1), w.scale.view(E, n))
-            for t, n in ((self.gate_up, 2 * inner), (self.down, D))
-            for w in [quantize_weight([t.flatten(0, 1)], measure_weights([t]))]
-        ]
-        self.transposed = [
-            Weight(w.data.transpose(1, 2).contiguous(), w.scale[:, :1].expand(E, w.data.shape[2]).contiguous())
-            for w in self.weights
-        ]
+        amax = [measure_stack(t) for t in (self.gate_up, self.down)]
+        self.weights = [quantize_stack(t, m) for t, m in zip((self.gate_up, self.down), amax, strict=True)]
+        self.transposed = [transpose_stack(t, m) for t, m in zip((self.gate_up, self.down), amax, strict=True)]
+        self.amax = amax
         # Zero columns behind each group, and rounded numbers elsewhere: the speed is that of any numbers.
         self.columns = {
             n: transpose_rows(quantize_rows(torch.randn(columns, n, device=index.device)).data)
@@ -177,16 +184,15 @@ class Factors:
     def list_passes(self) -> dict[str, Callable[[], Any]]:
         product, dz = self.of_h, self.of_dz
         ones = self.wide_rows.new_ones(len(self.wide_rows), 1, dtype=torch.float32)
-        stacks = [t.flatten(0, 1) for t in (self.gate_up, self.down)]
-        amax = [measure_weights([t]) for t in stacks]
+        stacks = self.gate_up, self.down
         return {
             "tokens": lambda: (quantize_rows(self.x), quantize_rows(self.dy)),
             "unit": lambda: gated_rows(self.z, "silu"),
             "unit's gradient": lambda: gated_gradient(self.dh, self.z, None, "silu", product.scale),
             "narrow factors": lambda: [to_columns(self.wide_rows, fold_scales(ones, ones)[0]) for _ in range(2)],
             "wide factors": lambda: (transpose_rows(product.data), transpose_rows(dz.data)),
-            "weights": lambda: [quantize_weight([t], measure_weights([t])) for t in stacks],
-            "weights, transposed": lambda: [quantize_transposed([t], m) for t, m in zip(stacks, amax, strict=True)],
+            "weights": lambda: [quantize_stack(t, measure_stack(t)) for t in stacks],
+            "weights, transposed": lambda: [transpose_stack(t, m) for t, m in zip(stacks, self.amax, strict=True)],
         }
 
 
@@ -222,10 +228,23 @@ def run_layer(
         moe = op.implementations["tigon"].load()
         wrt = [inputs.arguments[n] for n in inputs.wrt]
 
-        def step() -> None:
-            torch.autograd.grad(moe(**inputs.arguments), wrt, inputs.grads)
+        def step(function: Callable[..., Tensor] = moe) -> list[Tensor]:
+            y = function(**inputs.arguments)
+            return [y.detach(), *torch.autograd.grad(y, wrt, inputs.grads)]
+
+        def run_fp8(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            return multiply_by_experts(x, top_k_index, top_k_weights, gate_up, down, Unit())
 
         row.bf16_ms = time_ms(step, device, settings)
+        row.bf16_peak_mib, _ = peak_mib(step, device)
+        if op_name == "moe_mlp":
+            pairs = zip(step(run_fp8), step(), strict=True)
+            row.fp8_error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+            if not row.fp8_error <= LARGEST_DIFFERENCE:
+                row.status, row.reason = "wrong", f"differs from bf16 by more than {LARGEST_DIFFERENCE:g}"
+            row.fp8_ms = time_ms(lambda: step(run_fp8), device, settings)
+            row.fp8_peak_mib, _ = peak_mib(lambda: step(run_fp8), device)
+            free(device)
         products = list_bf16_products(inputs, shape)
         row.bf16_products_ms = sum(time_ms(f, device, settings) for f in products) if products else None
         del products
@@ -241,7 +260,7 @@ def run_layer(
         row.passes_ms = sum((row.reckoned | passes).values())
         row.passes_reckoned_ms = sum(row.reckoned.values())
         row.predicted_ms = row.fp8_products_ms + row.passes_ms
-        row.times_faster = row.bf16_ms / row.predicted_ms
+        row.times_faster = row.bf16_ms / (row.fp8_ms or row.predicted_ms)
     except Exception as error:  # as of a torch without these products: the row says so
         row.status, row.reason = "failed", one_line(error)
     free(device)

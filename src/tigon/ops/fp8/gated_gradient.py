@@ -52,7 +52,7 @@ def _differentiate_rows(
 
 
 @jit
-def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, weight, cols, N, ACT: tl.constexpr):
+def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, cols, N, ACT: tl.constexpr):
     """dgate, dup, the product, and the terms of the weight's gradient."""
     dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -61,10 +61,8 @@ def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, weight, cols, N, ACT: tl.con
         g *= scale_g
         u *= scale_u
     a, slope = ACT(g)
-    terms = dy * (a * u)
-    if weight is not None:
-        dy *= weight
-    return dy * u * slope, dy * a, a * u, terms
+    dg, du, y = dy * u * slope, dy * a, a * u
+    return dg, du, y, dy * y
 
 
 # Persistent grid: a program takes every num_programs-th row.
@@ -86,7 +84,7 @@ def _fp8_gated_gradient_kernel(
     for r in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
         row = r + tl.full((), 0, tl.int64)
         dy_row, g_row, q_row = dy_ptr + row * stride_dy, g_ptr + row * stride_g, q_ptr + row * 2 * N
-        scale_g, scale_u, weight = None, None, None
+        scale_g, scale_u = None, None
         if gs_ptr is not None:
             scale_g, scale_u = tl.load(gs_ptr + 2 * row), tl.load(gs_ptr + 2 * row + 1)
         if w_ptr is not None:
@@ -94,7 +92,10 @@ def _fp8_gated_gradient_kernel(
         if p_ptr is not None:
             p_row, product_scale = p_ptr + row * N, tl.load(ps_ptr + row)
         if WHOLE:
-            dg, du, y, terms = _differentiate(dy_row, g_row, scale_g, scale_u, weight, cols, N, ACT)
+            dg, du, y, terms = _differentiate(dy_row, g_row, scale_g, scale_u, cols, N, ACT)
+            if w_ptr is not None:
+                tl.store(d_ptr + row, tl.sum(terms, 0))
+                dg, du = dg * weight, du * weight
             top = larger(tl.abs(dg), tl.abs(du))
             if p_ptr is not None:
                 store_e4m3(p_row, y, product_scale, cols, N)
@@ -102,14 +103,15 @@ def _fp8_gated_gradient_kernel(
             top = tl.zeros((BLOCK,), tl.float32)
             terms = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, N, BLOCK):
-                dg, du, y, more = _differentiate(dy_row, g_row, scale_g, scale_u, weight, start + cols, N, ACT)
+                dg, du, y, more = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
                 if w_ptr is not None:
                     terms += more
+                    dg, du = dg * weight, du * weight
                 top = larger(top, larger(tl.abs(dg), tl.abs(du)))
                 if p_ptr is not None:
                     store_e4m3(p_row, y, product_scale, start + cols, N)
-        if w_ptr is not None:
-            tl.store(d_ptr + row, tl.sum(terms, 0))
+            if w_ptr is not None:
+                tl.store(d_ptr + row, tl.sum(terms, 0))
         scale = find_scale(top)
         tl.store(s_ptr + row, scale)
         if WHOLE:
@@ -119,7 +121,9 @@ def _fp8_gated_gradient_kernel(
             last = (N - 1) // BLOCK * BLOCK
             for back in range(0, N, BLOCK):  # the blocks read last are the likeliest to be in L2 still
                 start = last - back
-                dg, du, _, _ = _differentiate(dy_row, g_row, scale_g, scale_u, weight, start + cols, N, ACT)
+                dg, du, _, _ = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
+                if w_ptr is not None:
+                    dg, du = dg * weight, du * weight
                 store_e4m3(q_row, dg, scale, start + cols, N)
                 store_e4m3(q_row + N, du, scale, start + cols, N)
 

@@ -12,3 +12,6 @@ def test_the_study_runs_on_small_layers(script, tmp_path):
     # The bf16 products are timed as kernels, and are missing without.
     timed = "bf16_ms", "fp8_products_ms", "passes_ms", "passes_reckoned_ms", "predicted_ms", "times_faster"
     assert all(row[name] > 0 for row in content["rows"] for name in timed)
+    # gpt-oss has no plain gated unit.
+    assert [row["fp8_ms"] is None for row in content["rows"]] == [False, False, True]
+    assert all(row["fp8_ms"] is None or 0 < row["fp8_error"] < study.LARGEST_DIFFERENCE for row in content["rows"])
