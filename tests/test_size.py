@@ -12,18 +12,18 @@ LINES = {  # to the next 50
     "src/tigon/cli": 3700,
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 9750,
+    "src/tigon/fusion": 9800,
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 3750,
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 8950,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 18250,
+    "src/tigon/ops": 18800,
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 64950,
-    "benchmarks": 15700,
+    "tests": 65300,
+    "benchmarks": 16000,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 

@@ -68,10 +68,10 @@ def gated_gradient_reference(
     value, slope = ACTS[act].value(gate), compute_slope(act, gate)
     product = None if product_scale is None else round_to_e4m3(value * up, product_scale)
     dy, dots = dy.float(), None
-    halves = dy * up * slope, dy * value
+    dg, du = dy * up * slope, dy * value
     if weight is not None:
-        dots, halves = (dy * (value * up)).sum(1, keepdim=True), tuple(half * weight for half in halves)
-    return quantize_rows_reference(*halves), product, dots
+        dots, dg, du = (dy * (value * up)).sum(1, keepdim=True), dg * weight, du * weight
+    return quantize_rows_reference(dg, du), product, dots
 
 
 def compute_slope(act: str, gate: Tensor) -> Tensor:
