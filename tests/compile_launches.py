@@ -43,8 +43,10 @@ from tigon.kernels import device as device_facts
 from tigon.kernels import dispatch as backend
 from tigon.ops.fp8.blocks import quantize_blocks
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
+from tigon.ops.fp8.experts import multiply_by_experts
 from tigon.ops.fp8.gated_gradient import gated_gradient
 from tigon.ops.fp8.gated_rows import gated_rows
+from tigon.ops.fp8.mlp import Unit
 from tigon.ops.fp8.norm_rows import norm_rows
 from tigon.ops.fp8.recipe import E4M3, Norm
 from tigon.ops.fp8.rows import MAX_TILE, quantize_rows
@@ -343,7 +345,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
                 sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
         # Not promised elsewhere: the products need Hopper, and Triton has no e4m3 before sm_89.
         if target.backend == "cuda" and target.arch >= 90:
-            for name, why, shape, dtype, call in (*fp8_calls(), *fp8_gated_calls()):
+            for name, why, shape, dtype, call in (*fp8_calls(), *fp8_gated_calls(), *fp8_experts_calls()):
                 if not brief or worth((dtype, Case("", ()), None), brief):
                     context |= {"op": name, "case": why, "shape": shape, "frozen": None}
                     context |= {"dtype": str(dtype).removeprefix("torch.")}
@@ -371,6 +373,23 @@ def fp8_gated_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, 
         norms = None, Norm(rstd, None, 0.0, "none"), Norm(rstd, torch.empty(N, dtype=dtype), 1.0, "llama")
         for norm in norms:
             yield "fp8_columns", str(norm and norm.cast), dy.shape, dtype, functools.partial(to_columns, dy, one, norm)
+
+
+def fp8_experts_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
+    """Operator, case, shape, dtype and call for experts in FP8: Mixtral-8x7B's, and Qwen3-30B-A3B's in fp32."""
+    mixtral, qwen = (8192, 4096, 14336, 8, 2), (8192, 2048, 768, 128, 8)
+    cases = (mixtral, torch.bfloat16, "bf16"), (mixtral, torch.bfloat16, "fp8"), (qwen, torch.float32, "bf16")
+    for shape, dtype, keep in cases:
+        T, D, inner, E, K = shape
+
+        def run(
+            sizes: Any = ((T, D), (E, 2 * inner, D), (E, D, inner)), K: int = K, dtype: Any = dtype, keep: Any = keep
+        ):
+            x, gate_up, down = (torch.empty(*size, dtype=dtype, requires_grad=True) for size in sizes)
+            weights, index = torch.empty(len(x), K, requires_grad=True), torch.empty(len(x), K, dtype=torch.long)
+            multiply_by_experts(x.bfloat16(), index, weights, gate_up, down, Unit(keep=keep)).sum().backward()
+
+        yield "fp8_experts", f"keep={keep}", shape, dtype, run
 
 
 # Pair losses; batches that form a single part run in kernels.

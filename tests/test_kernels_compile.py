@@ -88,6 +88,8 @@ def test_no_register_spills(target):
     allowed = {op.name: op.spills for op in (*OPS, *OVER_SHARDS)} | {"lora_mlp": 96}
     # For k above 112: 1024 threads that select among 16,384 keys have 64 registers each.
     allowed["filtered_topk"] = 256
+    if target != "cuda:90":  # FP8 products run there alone
+        allowed["fp8_experts"] = 96
     spilling = [
         f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"] > allowed.get(x["op"], 0)
     ]

@@ -467,3 +467,51 @@ def test_a_batch_without_tokens_gives_zeros():
     for layer in (model.model.layers[1].mlp.up_proj, model.model.layers[1].mlp.down_proj):
         assert not layer.weight.grad.any()
     assert fusion
+
+
+# ----------------------------------------------------------------------------------------------------------- experts
+
+
+def find_experts(fusion):
+    return [(row.fused, row.count, row.calls) for row in rows(fusion) + rows(fusion, False) if "xperts" in row.name]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_run_in_fp8_where_they_are_asked_for(family):
+    model = build(family).bfloat16()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    _, truth = step(model.float(), family)
+    truth = {n: p for n, p in truth.items() if "experts" in n}
+    model.bfloat16()
+    errors = []
+    for experts in (False, True):
+        with tigon.fuse(model, fp8=tigon.FP8(first=0, experts=experts, skip=["attn"])) as fusion:
+            _, gradients = step(model, family)
+            assert find_experts(fusion) == ([(True, 2, 2)] if experts else [])
+        assert gradients.keys() >= truth.keys()
+        errors.append(difference(gradients, truth))
+    assert 1.5 * errors[0] < errors[1] < 0.4
+    assert all(torch.equal(p.float(), before[n].float()) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "why"),
+    [
+        ("gpt_oss", {}, "no plain gated unit"),
+        ("mixtral", {"dw": "bf16"}, "in FP8 throughout"),
+    ],
+)
+def test_experts_that_stay_say_why(family, options, why):
+    fusion = tigon.fuse(build(family).bfloat16(), fp8=tigon.FP8(first=0, experts=True, **options))
+    found = [row.what for row in rows(fusion, False) if "xperts" in row.name]
+    assert len(found) == 1
+    assert why in found[0]
+
+
+def test_experts_fall_back_for_few_tokens(monkeypatch):
+    model = build("mixtral").bfloat16()
+    fusion = tigon.fuse(model, fp8=tigon.FP8(first=0, experts=True))
+    monkeypatch.setattr(fp8_layers, "_sizes_count", True)
+    step(model, "mixtral")
+    assert find_experts(fusion) == [(True, 2, 0)]
+    assert "fewer than 4,096 tokens" in str(fusion.report())

@@ -25,6 +25,7 @@ from tigon.fusion.logits.deferred import Deferred, as_tensor
 from tigon.kernels import autocast_dtype
 from tigon.kernels.autograd import is_exporting, is_traced
 from tigon.ops.fp8.compiled import multiply_gated_traced, multiply_traced
+from tigon.ops.fp8.experts import multiply_by_experts
 from tigon.ops.fp8.gathered import GatheredWeight
 from tigon.ops.fp8.mlp import Stores, Unit, multiply_gated
 from tigon.ops.fp8.multiply import Products, multiply
@@ -38,6 +39,7 @@ from tigon.ops.rms_norm import rms_norm
 LEAST_TOKENS = 4096
 LEAST_WIDTH = 2048  # of the larger of a product's two widths
 LEAST_INNER = 1024  # of the smaller
+MOST_EXPERTS = 1024  # CUTLASS prepares the groups of a product in one block of threads
 _sizes_count = True  # not a context variable: checkpoints run layers again in a thread of autograd
 
 
@@ -157,6 +159,13 @@ class FP8Unit:
         self.unit = Unit(act, options.keep, Products(options.dw, options.sums == "exact"))
 
 
+class FP8Experts:
+    """A mixture's stacked experts in FP8."""
+
+    def __init__(self, options: FP8, act: str) -> None:
+        self.unit = Unit(act, options.keep, Products(is_exact=options.sums == "exact"))
+
+
 # ------------------------------------------------------------------------------------------------------------- calls
 
 
@@ -211,6 +220,16 @@ def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledge
         store.is_versioned = has_versions(ledger)
     hooks = ledger.recompute.checkpoint_hooks()
     return multiply_gated(source, unit.stores, tuple(weights), tuple(biases), unit.unit, hooks)
+
+
+def run_experts_in_fp8(
+    experts: FP8Experts, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor | None:
+    """The results of stacked experts for x (T, D); None where they run in bf16."""
+    if torch.compiler.is_compiling() or why_not_here(x):
+        return None
+    y = multiply_by_experts(x.to(torch.bfloat16), index, weights, gate_up, down, experts.unit)
+    return y.to(x.dtype)
 
 
 def has_versions(ledger: Ledger) -> bool:
@@ -299,6 +318,22 @@ def why_not_here(x: Any) -> str:
     if tokens < LEAST_TOKENS and _sizes_count:
         return f"the call had fewer than {LEAST_TOKENS:,} tokens, too few for FP8 to pay"
     return why_unsupported(x.device) if x.is_cuda else ""
+
+
+def why_experts_unfit(gate_up: Tensor, down: Tensor, options: FP8) -> str:
+    """Why stacked experts, gate and up (E, 2I, D) and down (E, D, I), stay in bf16; "" where they may run in FP8."""
+    for weight in (gate_up, down):
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            return f"its weights are {str(weight.dtype).removeprefix('torch.')}, and FP8 takes bf16 or fp32"
+        if not weight.is_contiguous():
+            return "its weights are stored by columns, and FP8 takes rows"
+        if any(n % ALIGNMENT for n in weight.shape[1:]):
+            return f"its sizes are no multiples of {ALIGNMENT}"
+    if len(down) > MOST_EXPERTS:
+        return f"it has more than {MOST_EXPERTS:,} experts, and grouped products take no more"
+    if options.dw != "fp8":
+        return "its weight gradients would be in bf16, and grouped products of experts are in FP8 throughout"
+    return ""
 
 
 def why_layer_unfit(layers: Sequence[nn.Linear], outer: int = 0) -> str:

@@ -29,6 +29,8 @@ class FP8:
         dw: dtype of the products of weight gradients.
         sums: "fast": the tensor cores' own accumulator. "exact": fp32 sums after every 128 terms, about 7 % slower
             products.
+        experts: run the stacked experts of a mixture in FP8, too, where their activation is a plain gated unit. Routers
+            stay in the model's dtype.
         skip: names, or parts of names, of layers that stay in bf16.
         all_gather: what FSDP2 gathers of the weights of FP8 layers: the parameters' own dtype, or with "fp8" e4m3, one
             byte a parameter. The same numbers in FP8 layers; other code that reads such a weight while it is gathered
@@ -45,6 +47,7 @@ class FP8:
     weights: Weights = "auto"
     dw: WeightGradients = "fp8"
     sums: Sums = "fast"
+    experts: bool = False
     skip: tuple[str, ...] = ()
     all_gather: AllGather = "bf16"
     base: Base = "keep"
@@ -54,8 +57,9 @@ class FP8:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"FP8: {name} must be an integer of at least 0, got {value!r}.")
-        if not isinstance(self.head, bool):
-            raise ValueError(f"FP8: head must be True or False, got {self.head!r}.")
+        for name in ("head", "experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"FP8: {name} must be True or False, got {getattr(self, name)!r}.")
         choices = {
             "keep": Keep, "weights": Weights, "dw": WeightGradients, "sums": Sums, "all_gather": AllGather,
             "base": Base,

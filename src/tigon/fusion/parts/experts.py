@@ -33,6 +33,7 @@ from tigon.fusion.engine.probe import (
     same_numbers,
 )
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.fp8.layers import run_experts_in_fp8, why_not_in_fp8
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.mlp import has_state
 from tigon.kernels import autocast_dtype, use_triton
@@ -84,6 +85,11 @@ class Experts:
         up = " · up" if not self.up_offset else " · (up + 1)"
         limits = ", held to a limit" if self.limit else ""
         return f"{self.act}({'gate' if self.gated else 'up'}){up if self.gated else ''} of experts in one pass{limits}"
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether h = act(gate) · up, with gate's rows above up's."""
+        return self.gated and not self.interleaved and self.alpha is None and self.limit is None and not self.up_offset
 
     def expert(self, module: nn.Module) -> Expert:
         return Expert(
@@ -322,8 +328,16 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     # In a compiled graph the reference would have to run every token through every expert.
     if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
         return plain_forward(self, *args, **kwargs)
-    patch.ledger.count("experts", patch.key)
     gate_up, down, gate_up_bias, down_bias = experts
+    if patch.fp8 is not None:
+        key = ("experts", type(self))
+        y = run_experts_in_fp8(patch.fp8, x, index, weights, gate_up, down)
+        if y is not None:
+            patch.ledger.count("fp8", key)
+            patch.ledger.count("experts", patch.key)
+            return y
+        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x))
+    patch.ledger.count("experts", patch.key)
     return moe_mlp(x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(self))
 
 

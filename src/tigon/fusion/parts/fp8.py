@@ -17,9 +17,19 @@ from tigon.fusion.engine.patch import Patch, plain_forward
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.fp8.adapters import FP8Bases, install_bases, why_base_unfit, why_not_released
 from tigon.fusion.fp8.gather import WeightGather
-from tigon.fusion.fp8.layers import FP8Group, FP8Norm, FP8Unit, multiply_in_fp8, why_layer_unfit, why_not_in_fp8
+from tigon.fusion.fp8.layers import (
+    FP8Experts,
+    FP8Group,
+    FP8Norm,
+    FP8Unit,
+    multiply_in_fp8,
+    why_experts_unfit,
+    why_layer_unfit,
+    why_not_in_fp8,
+)
 from tigon.fusion.fp8.options import FP8
 from tigon.fusion.parts.adapters import ADAPTERS
+from tigon.fusion.parts.experts import Experts
 from tigon.fusion.parts.lora_layers import lasting_reason
 from tigon.fusion.parts.mlp import Gated
 from tigon.fusion.parts.norm import is_rms_norm
@@ -80,6 +90,9 @@ class FP8Part(Part):
                     continue
                 patch.fp8 = FP8Unit(options, formula.act)
                 site.record_fused(self, module, "gate and up in one, down", key=("unit", type(module)))
+            elif patch is not None and isinstance(formula, Experts):
+                if options.experts and not is_spared(module):
+                    self._fuse_experts(site, module, patch, options)
             elif patch is not None:
                 for group in _list_groups(patch, module):
                     layers = [getattr(module, name) for name in group]
@@ -141,6 +154,17 @@ class FP8Part(Part):
             what += f"; kept, since {kept}" if kept else "; released: remove() gives the weights as rounded to FP8"
         for module in layers:
             site.record_fused(self, module, what, key=state.key)
+
+    def _fuse_experts(self, site: Site, module: nn.Module, patch: Patch, options: FP8) -> None:
+        formula: Experts = patch.formula
+        gate_up, down, *biases = formula.weights(module)
+        why = "" if formula.is_bare else "its activation is no plain gated unit"
+        why = why or ("it has biases" if any(b is not None for b in biases) else "")
+        if why := why or why_experts_unfit(gate_up, down, options):
+            site.record_skipped(self, module, Reason(why))
+            return
+        patch.fp8 = FP8Experts(options, formula.act)
+        site.record_fused(self, module, "experts, grouped", key=("experts", type(module)))
 
     def _fuse_linear(self, site: Site, module: nn.Linear, options: FP8) -> None:
         why = why_layer_unfit([module])

@@ -22,22 +22,25 @@ def fold_scales(into: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return _fp8_fold_scales(into, other)
 
 
-def to_columns(x: Tensor, factor: Tensor, norm: Norm | None = None) -> Tensor:
-    """x · factor, or norm(x) · factor, in e4m3, transposed: (N, M padded to 16 with zeros)."""
+def to_columns(x: Tensor, factor: Tensor, norm: Norm | None = None, rows: Tensor | None = None) -> Tensor:
+    """x · factor, or norm(x) · factor, in e4m3, transposed: (N, M padded to 16 with zeros).
+
+    rows: (M,) int32, the row of x for each column, −1 for a column of zeros; not with a norm. None: all rows in order.
+    """
     weight = None if norm is None else norm.weight
     if not use_triton(x, factor, weight) or not x.numel():
-        return to_columns_reference(x, factor, norm)
+        return to_columns_reference(x, factor, norm, rows)
     if norm is None:
-        return _fp8_to_columns(x, factor, None, None, 0.0, "none")
+        return _fp8_to_columns(x, factor, None, None, 0.0, "none", rows)
     return _fp8_to_columns(x, factor, norm.rstd, weight, norm.offset, norm.cast)
 
 
-def transpose_rows(data: Tensor) -> Tensor:
-    """data (M, N) → (N, M padded to 16 with zeros), the same bytes."""
+def transpose_rows(data: Tensor, rows: Tensor | None = None) -> Tensor:
+    """data (M, N) → (N, M padded to 16 with zeros), the same bytes. rows: as for `to_columns`."""
     # use_triton expects a float tensor of two or more bytes on data's device.
     if not use_triton(data.new_empty(0, dtype=torch.float32)) or not data.numel():
-        return transpose_rows_reference(data)
-    return _fp8_transpose_rows(data)
+        return transpose_rows_reference(data, rows)
+    return _fp8_transpose_rows(data, rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -78,56 +81,72 @@ def _store_columns(t_ptr, words, i, cols, N, T):
 
 
 @jit
-def _load_bytes(q_ptr, row, cols, M, N, stride_q):
-    mask = (row < M)[:, None] & (cols < N)[None, :]
+def _find_rows(rows_ptr, at, M):
+    """The rows of so many tokens at positions of the sum, and whether there is one."""
+    row, exists = at, at < M
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + at, mask=exists, other=-1)
+        exists = row >= 0
+    return row, exists
+
+
+@jit
+def _load_bytes(q_ptr, rows_ptr, at, cols, M, N, stride_q):
+    row, exists = _find_rows(rows_ptr, at, M)
+    mask = exists[:, None] & (cols < N)[None, :]
     return tl.load(q_ptr + row.to(tl.int64)[:, None] * stride_q + cols[None, :], mask=mask, other=0)
 
 
 # A program: BLOCK_I words of four tokens each, of BLOCK_N columns.
 #   q, t     bytes (M, N) with a row stride; words (N, 4 · T)
+#   rows     (M,), the row of q for each token, −1 for none; or None: M rows in order
 @jit
 @do_not_specialize("M", "T")
-def _fp8_transpose_rows_kernel(q_ptr, t_ptr, M, N, T, stride_q, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr):
+def _fp8_transpose_rows_kernel(q_ptr, rows_ptr, t_ptr, M, N, T, stride_q, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr):
     i, cols = _place(N, T, BLOCK_I, BLOCK_N)
-    a, b = _load_bytes(q_ptr, 4 * i, cols, M, N, stride_q), _load_bytes(q_ptr, 4 * i + 1, cols, M, N, stride_q)
-    c, d = _load_bytes(q_ptr, 4 * i + 2, cols, M, N, stride_q), _load_bytes(q_ptr, 4 * i + 3, cols, M, N, stride_q)
+    a = _load_bytes(q_ptr, rows_ptr, 4 * i, cols, M, N, stride_q)
+    b = _load_bytes(q_ptr, rows_ptr, 4 * i + 1, cols, M, N, stride_q)
+    c = _load_bytes(q_ptr, rows_ptr, 4 * i + 2, cols, M, N, stride_q)
+    d = _load_bytes(q_ptr, rows_ptr, 4 * i + 3, cols, M, N, stride_q)
     _store_columns(t_ptr, join_words(a, b, c, d), i, cols, N, T)
 
 
 @jit
-def _scale_rows(x_ptr, f_ptr, rstd_ptr, w, row, cols, M, N, stride_x, ROUND: tl.constexpr):
+def _scale_rows(x_ptr, f_ptr, rows_ptr, rstd_ptr, w, at, cols, M, N, stride_x, ROUND: tl.constexpr):
     dtype = x_ptr.dtype.element_ty
-    mask = (row < M)[:, None] & (cols < N)[None, :]
+    row, exists = _find_rows(rows_ptr, at, M)
+    mask = exists[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if rstd_ptr is not None:
-        x *= tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        x *= tl.load(rstd_ptr + at, mask=at < M, other=0.0)[:, None]
         if ROUND:
             x = x.to(dtype).to(tl.float32)
         if w is not None:
             x *= w[None, :]
         x = x.to(dtype).to(tl.float32)
-    return x * tl.load(f_ptr + row, mask=row < M, other=0.0)[:, None]
+    return x * tl.load(f_ptr + at, mask=at < M, other=0.0)[:, None]
 
 
 # A program: BLOCK_I words of four tokens each, of BLOCK_N columns.
-#   x, f     (M, N) with a row stride, and a factor for each row
+#   x, f     (M, N) with a row stride, and a factor for each token
+#   rows     as for `_fp8_transpose_rows_kernel`; not with a norm
 #   rstd, w  1/rms (M,) and the weight (N,) of a norm that comes before the factor; rstd is None for no norm, w for no
 #            weight. offset, ROUND as in `rms_norm`
 #   t        words (N, 4 · T)
 @jit
 @do_not_specialize("M", "T")
 def _fp8_to_columns_kernel(
-    x_ptr, f_ptr, rstd_ptr, w_ptr, t_ptr, M, N, T, stride_x, offset,
+    x_ptr, f_ptr, rows_ptr, rstd_ptr, w_ptr, t_ptr, M, N, T, stride_x, offset,
     ROUND: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     i, cols = _place(N, T, BLOCK_I, BLOCK_N)
     w = None
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
-    a = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i, cols, M, N, stride_x, ROUND)
-    b = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i + 1, cols, M, N, stride_x, ROUND)
-    c = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i + 2, cols, M, N, stride_x, ROUND)
-    d = _scale_rows(x_ptr, f_ptr, rstd_ptr, w, 4 * i + 3, cols, M, N, stride_x, ROUND)
+    a = _scale_rows(x_ptr, f_ptr, rows_ptr, rstd_ptr, w, 4 * i, cols, M, N, stride_x, ROUND)
+    b = _scale_rows(x_ptr, f_ptr, rows_ptr, rstd_ptr, w, 4 * i + 1, cols, M, N, stride_x, ROUND)
+    c = _scale_rows(x_ptr, f_ptr, rows_ptr, rstd_ptr, w, 4 * i + 2, cols, M, N, stride_x, ROUND)
+    d = _scale_rows(x_ptr, f_ptr, rows_ptr, rstd_ptr, w, 4 * i + 3, cols, M, N, stride_x, ROUND)
     words = round_to_words(a, b, c, d)
     if w_ptr is not None:
         # Rows behind the last one are 0 · weight: NaN for an infinite weight.
@@ -166,52 +185,52 @@ def _fp8_fold_scales(into: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return quotient, c
 
 
-def _fp8_transpose_rows_fake(data: Tensor) -> Tensor:
-    M, N = data.shape
-    return data.new_empty((N, round_up(M)))
+def _fp8_transpose_rows_fake(data: Tensor, rows: Tensor | None = None) -> Tensor:
+    return data.new_empty((data.shape[1], round_up(len(data if rows is None else rows))))
 
 
 @launcher(_fp8_transpose_rows_fake)
-def _fp8_transpose_rows(data: Tensor) -> Tensor:
+def _fp8_transpose_rows(data: Tensor, rows: Tensor | None = None) -> Tensor:
     data = view_rows(data)
-    columns = _empty_words(data)
-    M, N = data.shape
+    M, N = len(data if rows is None else rows), data.shape[1]
+    columns = _empty_words(data, M)
     stride = data.stride(0)
 
     def plan() -> Plan:
         return _plan_tiles(_tile(), M, N, (stride,))
 
-    launch(_fp8_transpose_rows_kernel, (M, N, stride), (data.view(torch.uint8), columns), plan)
+    launch(_fp8_transpose_rows_kernel, (M, N, stride, rows is None), (data.view(torch.uint8), rows, columns), plan)
     return columns.view(data.dtype)
 
 
 def _fp8_to_columns_fake(
-    x: Tensor, factor: Tensor, rstd: Tensor | None, weight: Tensor | None, offset: float, cast: str
-) -> Tensor:
-    M, N = x.shape
-    return x.new_empty((N, round_up(M)), dtype=E4M3)
+    x: Tensor, factor: Tensor, rstd: Tensor | None, weight: Tensor | None, offset: float, cast: str,
+    rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[1], round_up(len(x if rows is None else rows))), dtype=E4M3)
 
 
 @launcher(_fp8_to_columns_fake)
 def _fp8_to_columns(
-    x: Tensor, factor: Tensor, rstd: Tensor | None, weight: Tensor | None, offset: float, cast: str
-) -> Tensor:
+    x: Tensor, factor: Tensor, rstd: Tensor | None, weight: Tensor | None, offset: float, cast: str,
+    rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     x = view_rows(x)
-    columns = _empty_words(x)
-    M, N = x.shape
+    M, N = len(x if rows is None else rows), x.shape[1]
+    columns = _empty_words(x, M)
     stride = x.stride(0)
     weight = None if weight is None else weight.contiguous()
 
     def plan() -> Plan:
         return _plan_tiles(_tile(), M, N, (stride, offset, cast == "llama"))
 
-    key = (M, N, stride, x.dtype, rstd is None, None if weight is None else weight.dtype, offset, cast)
-    launch(_fp8_to_columns_kernel, key, (x, factor.contiguous(), rstd, weight, columns), plan)
+    key = (M, N, stride, x.dtype, rstd is None, None if weight is None else weight.dtype, offset, cast, rows is None)
+    launch(_fp8_to_columns_kernel, key, (x, factor.contiguous(), rows, rstd, weight, columns), plan)
     return columns.view(E4M3)
 
 
-def _empty_words(x: Tensor) -> Tensor:
-    return torch.empty((x.shape[1], round_up(x.shape[0]) // 4), dtype=torch.int32, device=x.device)
+def _empty_words(x: Tensor, M: int) -> Tensor:
+    return torch.empty((x.shape[1], round_up(M) // 4), dtype=torch.int32, device=x.device)
 
 
 def _plan_tiles(tile: tuple[int, int, int], M: int, N: int, rest: tuple[float, ...]) -> Plan:

@@ -23,10 +23,29 @@ def gated_gradient(
         gate_up: (M, 2N), gate and up side by side: floats, or e4m3 with a scale (M, 2) for gate and for up.
         product_scale: (M, 1), the forward pass's. Larger numbers, which e4m3 gate and up may give, saturate.
     """
-    if not use_triton(dy, gate_up if scale is None else scale, product_scale) or not dy.numel():
-        return gated_gradient_reference(dy, gate_up, scale, act, product_scale)
-    data, row_scale, *product = _fp8_gated_gradient(dy, gate_up, scale, act, product_scale)
-    return Rows(data, row_scale), product[0] if product else None
+    return _differentiate_rows(dy, gate_up, scale, act, product_scale, None)[:2]
+
+
+def weighted_gated_gradient(
+    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None, weight: Tensor
+) -> tuple[Rows, Tensor | None, Tensor]:
+    """`gated_gradient` of weight · dy, and the weights' gradients: the rows' Σ dy · act(gate) · up, (M, 1) fp32.
+
+    weight: (M, 1) fp32, for each row.
+    """
+    rows, product, dots = _differentiate_rows(dy, gate_up, scale, act, product_scale, weight)
+    assert dots is not None
+    return rows, product, dots
+
+
+def _differentiate_rows(
+    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None, weight: Tensor | None
+) -> tuple[Rows, Tensor | None, Tensor | None]:
+    if not use_triton(dy, gate_up if scale is None else scale, product_scale, weight) or not dy.numel():
+        return gated_gradient_reference(dy, gate_up, scale, act, product_scale, weight)
+    data, row_scale, *more = _fp8_gated_gradient(dy, gate_up, scale, act, product_scale, weight)
+    dots = None if weight is None else more.pop()
+    return Rows(data, row_scale), more[0] if more else None, dots
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -34,7 +53,7 @@ def gated_gradient(
 
 @jit
 def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, cols, N, ACT: tl.constexpr):
-    """dgate, dup, and the product."""
+    """dgate, dup, the product, and the terms of the weight's gradient."""
     dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     u = tl.load(g_ptr + N + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -42,7 +61,8 @@ def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, cols, N, ACT: tl.constexpr):
         g *= scale_g
         u *= scale_u
     a, slope = ACT(g)
-    return dy * u * slope, dy * a, a * u
+    dg, du, y = dy * u * slope, dy * a, a * u
+    return dg, du, y, dy * y
 
 
 # Persistent grid: a program takes every num_programs-th row.
@@ -50,13 +70,14 @@ def _differentiate(dy_ptr, g_ptr, scale_g, scale_u, cols, N, ACT: tl.constexpr):
 #   g, gs    gate and up side by side, (M, 2N), with a row stride; in e4m3 with their scales, (M, 2), else gs is None
 #   q, s     rows of dgate and dup side by side, (M, 2N), and one scale for both
 #   p, ps    the product again, (M, N), by the scales of the forward pass; or both None
+#   w, d     a weight for each row of dy, and Σ dy · product, the weights' gradients; or both None
 #   WHOLE    the row fits BLOCK columns in registers. Other rows are read twice: for the product and the maximum, and
 #            backwards for the rows
 #   STAGES   as in `gated_rows`
 @jit
 @do_not_specialize("M")
 def _fp8_gated_gradient_kernel(
-    dy_ptr, g_ptr, gs_ptr, q_ptr, s_ptr, p_ptr, ps_ptr, M, N, stride_dy, stride_g,
+    dy_ptr, g_ptr, gs_ptr, q_ptr, s_ptr, p_ptr, ps_ptr, w_ptr, d_ptr, M, N, stride_dy, stride_g,
     ACT: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK)
@@ -66,20 +87,31 @@ def _fp8_gated_gradient_kernel(
         scale_g, scale_u = None, None
         if gs_ptr is not None:
             scale_g, scale_u = tl.load(gs_ptr + 2 * row), tl.load(gs_ptr + 2 * row + 1)
+        if w_ptr is not None:
+            weight = tl.load(w_ptr + row)
         if p_ptr is not None:
             p_row, product_scale = p_ptr + row * N, tl.load(ps_ptr + row)
         if WHOLE:
-            dg, du, y = _differentiate(dy_row, g_row, scale_g, scale_u, cols, N, ACT)
+            dg, du, y, terms = _differentiate(dy_row, g_row, scale_g, scale_u, cols, N, ACT)
+            if w_ptr is not None:
+                tl.store(d_ptr + row, tl.sum(terms, 0))
+                dg, du = dg * weight, du * weight
             top = larger(tl.abs(dg), tl.abs(du))
             if p_ptr is not None:
                 store_e4m3(p_row, y, product_scale, cols, N)
         else:
             top = tl.zeros((BLOCK,), tl.float32)
+            terms = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, N, BLOCK):
-                dg, du, y = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
+                dg, du, y, more = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
+                if w_ptr is not None:
+                    terms += more
+                    dg, du = dg * weight, du * weight
                 top = larger(top, larger(tl.abs(dg), tl.abs(du)))
                 if p_ptr is not None:
                     store_e4m3(p_row, y, product_scale, start + cols, N)
+            if w_ptr is not None:
+                tl.store(d_ptr + row, tl.sum(terms, 0))
         scale = find_scale(top)
         tl.store(s_ptr + row, scale)
         if WHOLE:
@@ -89,7 +121,9 @@ def _fp8_gated_gradient_kernel(
             last = (N - 1) // BLOCK * BLOCK
             for back in range(0, N, BLOCK):  # the blocks read last are the likeliest to be in L2 still
                 start = last - back
-                dg, du, _ = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
+                dg, du, _, _ = _differentiate(dy_row, g_row, scale_g, scale_u, start + cols, N, ACT)
+                if w_ptr is not None:
+                    dg, du = dg * weight, du * weight
                 store_e4m3(q_row, dg, scale, start + cols, N)
                 store_e4m3(q_row + N, du, scale, start + cols, N)
 
@@ -102,25 +136,25 @@ def _tile(dy: Tensor, gate_up: Tensor) -> Tile:
 
 
 def _fp8_gated_gradient_fake(
-    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None
-) -> list[Tensor]:
+    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None,
+    weight: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     M, N = dy.shape
-    found = [
-        torch.empty((M, 2 * N), dtype=E4M3, device=dy.device),
-        torch.empty((M, 1), dtype=torch.float32, device=dy.device),
-    ]
-    return found if product_scale is None else [*found, torch.empty((M, N), dtype=E4M3, device=dy.device)]
+    wanted = [(2 * N, E4M3), (1, torch.float32)]
+    wanted += [] if product_scale is None else [(N, E4M3)]
+    wanted += [] if weight is None else [(1, torch.float32)]
+    return [torch.empty((M, n), dtype=dtype, device=dy.device) for n, dtype in wanted]
 
 
 @launcher(_fp8_gated_gradient_fake)
 def _fp8_gated_gradient(
-    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None
-) -> list[Tensor]:
-    """Rows and scales of dgate and dup, and the product if it has a scale."""
-    found = _fp8_gated_gradient_fake(dy, gate_up, scale, act, product_scale)
+    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None,
+    weight: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Rows and scales of dgate and dup, the product if it has a scale, and with weights their gradients."""
+    found = _fp8_gated_gradient_fake(dy, gate_up, scale, act, product_scale, weight)
     dy, gate_up = view_rows(dy), view_rows(gate_up)
-    scale = None if scale is None else scale.contiguous()
-    product_scale = None if product_scale is None else product_scale.contiguous()
+    scale, product_scale, weight = (None if t is None else t.contiguous() for t in (scale, product_scale, weight))
     M, N = dy.shape
     strides = dy.stride(0), gate_up.stride(0)
 
@@ -128,7 +162,8 @@ def _fp8_gated_gradient(
         return _tile(dy, gate_up).plan(M, dy.device, N, *strides, ACTS[act].tile)
 
     product = None if product_scale is None else found[2]
-    tensors = (dy, gate_up, scale, *found[:2], product, product_scale)
-    key = (M, N, *strides, dy.dtype, gate_up.dtype, act, product is None)
+    dots = None if weight is None else found[-1]
+    tensors = (dy, gate_up, scale, *found[:2], product, product_scale, weight, dots)
+    key = (M, N, *strides, dy.dtype, gate_up.dtype, act, product is None, dots is None)
     launch(_fp8_gated_gradient_kernel, key, tensors, plan)
     return found

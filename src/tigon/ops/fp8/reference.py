@@ -67,14 +67,19 @@ def gated_rows_reference(gate_up: Tensor, act: str, keep: bool) -> tuple[Rows, R
 
 
 def gated_gradient_reference(
-    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None
-) -> tuple[Rows, Tensor | None]:
+    dy: Tensor, gate_up: Tensor, scale: Tensor | None, act: str, product_scale: Tensor | None,
+    weight: Tensor | None = None,
+) -> tuple[Rows, Tensor | None, Tensor | None]:  # fmt: skip
     gate, up = gate_up.float().chunk(2, 1)
     if scale is not None:
         gate, up = gate * scale[:, :1], up * scale[:, 1:]
     value, slope = ACTS[act].value(gate), compute_slope(act, gate)
     product = None if product_scale is None else round_to_e4m3(value * up, product_scale)
-    return quantize_rows_reference(dy.float() * up * slope, dy.float() * value), product
+    dy, dots = dy.float(), None
+    dg, du = dy * up * slope, dy * value
+    if weight is not None:
+        dots, dg, du = (dy * (value * up)).sum(1, keepdim=True), dg * weight, du * weight
+    return quantize_rows_reference(dg, du), product, dots
 
 
 def compute_slope(act: str, gate: Tensor) -> Tensor:
@@ -89,23 +94,37 @@ def fold_scales_reference(into: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return into / c, c
 
 
-def to_columns_reference(x: Tensor, factor: Tensor, norm: Norm | None) -> Tensor:
+def to_columns_reference(x: Tensor, factor: Tensor, norm: Norm | None, rows: Tensor | None = None) -> Tensor:
     y = x if norm is None else norm_again(x, norm)
+    y = y if rows is None else read_rows(y, rows)
     scaled = y.float() * factor.view(-1, 1)
     return transpose_rows_reference(torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(E4M3))
 
 
-def transpose_rows_reference(data: Tensor) -> Tensor:
-    M, N = data.shape
+def transpose_rows_reference(data: Tensor, rows: Tensor | None = None) -> Tensor:
+    plain = data.view(torch.uint8) if rows is None else read_rows(data.view(torch.uint8), rows)
+    M, N = plain.shape
     columns = data.new_zeros((N, round_up(M)), dtype=torch.uint8)
-    columns[:, :M] = data.view(torch.uint8).t()
+    columns[:, :M] = plain.t()
     return columns.view(data.dtype)
+
+
+def read_rows(data: Tensor, rows: Tensor) -> Tensor:
+    """The rows with these numbers; zeros for −1."""
+    if not len(data):
+        return data.new_zeros((len(rows), *data.shape[1:]))
+    return torch.where((rows >= 0)[:, None], data[rows.clamp(min=0)], data.new_zeros(()))
 
 
 def quantize_weight_reference(parts: Sequence[Tensor], amax: Tensor) -> Weight:
     weight = torch.cat([part.float() for part in parts])
     scale = compute_scale(amax)
     return Weight(round_to_e4m3(weight, scale), scale.expand(len(weight)).contiguous())
+
+
+def quantize_stack_reference(stack: Tensor, amax: Tensor) -> Weight:
+    scale = compute_scale(amax)
+    return Weight(round_to_e4m3(stack, scale[:, None, None]), scale[:, None].expand(stack.shape[:2]).contiguous())
 
 
 def multiply_rows_reference(rows: Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

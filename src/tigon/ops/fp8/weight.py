@@ -1,4 +1,4 @@
-"""Weights in e4m3 with one scale, as they are and transposed: 2 bytes read, 1 written."""
+"""Weights in e4m3 with one scale, as they are and transposed: 2 bytes read, 1 written. Stacks have a scale a weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tigon.kernels import Plan, cdiv, jit, launch, launcher, tl, use_triton
 from tigon.kernels.tiles.fp8 import compute_scale_tile, round_to_words
 from tigon.ops.fp8.columns import transpose_rows
 from tigon.ops.fp8.recipe import ALIGNMENT, E4M3, Weight
-from tigon.ops.fp8.reference import quantize_weight_reference
+from tigon.ops.fp8.reference import quantize_stack_reference, quantize_weight_reference
 
 
 def measure_weights(parts: Sequence[Tensor]) -> Tensor:
@@ -41,15 +41,46 @@ def quantize_transposed(parts: Sequence[Tensor], amax: Tensor) -> Weight:
     return Weight(transpose_rows(weight.data)[:, :N].contiguous(), weight.scale[:1].expand(K).contiguous())
 
 
+def measure_stack(stack: Tensor) -> Tensor:
+    """The largest magnitude of each weight in a stack (E, N, K), (E,) fp32."""
+    amax: Tensor = torch.linalg.vector_norm(stack.detach(), torch.inf, dim=(1, 2))
+    return amax.float()
+
+
+def quantize_stack(stack: Tensor, amax: Tensor) -> Weight:
+    """A stack (E, N, K) in e4m3, a scale for each weight: data (E, N, K), scale (E, N). amax: `measure_stack`'s."""
+    if not use_triton(amax, stack) or not stack.numel():
+        return quantize_stack_reference(stack, amax)
+    data, scale = torch.empty_like(stack, dtype=E4M3), amax.new_empty(stack.shape[:2])
+    _launch_weight(amax, stack, data, scale)
+    return Weight(data, scale)
+
+
+def transpose_stack(stack: Tensor, amax: Tensor) -> Weight:
+    """The transpositions of `quantize_stack`, the same bytes: data (E, K, N), scale (E, K). N is a multiple of 16."""
+    if not use_triton(amax, stack) or not stack.numel():
+        data, scale = quantize_stack_reference(stack, amax)
+        return Weight(data.transpose(1, 2).contiguous(), scale[:, :1].expand(-1, stack.shape[2]).contiguous())
+    E, N, K = stack.shape
+    data, scale = torch.empty((E, K, N), dtype=E4M3, device=stack.device), amax.new_empty((E, K))
+    _launch_transposed(amax, stack, data.view(torch.int32), scale)
+    return Weight(data, scale)
+
+
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
 # A program: BLOCK numbers of a weight (N, K) → e4m3, `size` numbers in all. The first programs write the N scales.
+#   programs  of a weight: those of the next weight in a stack follow, with their own amax
 @jit
-def _quantize_weight_kernel(amax_ptr, w_ptr, q_ptr, s_ptr, size, N, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+def _quantize_weight_kernel(amax_ptr, w_ptr, q_ptr, s_ptr, size, N, programs, BLOCK: tl.constexpr):
+    which = (tl.program_id(0) // programs).to(tl.int64)
+    start = (tl.program_id(0) % programs).to(tl.int64) * BLOCK
+    w_ptr += which * size
+    q_ptr += which * size
+    s_ptr += which * N
     at = start + tl.arange(0, BLOCK)
-    s = compute_scale_tile(tl.load(amax_ptr).to(tl.float32))
+    s = compute_scale_tile(tl.load(amax_ptr + which).to(tl.float32))
     w = tl.load(w_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(q_ptr + at, (w * (1.0 / s)).to(tl.float8e4nv), mask=at < size)
     if start < N:
@@ -67,15 +98,20 @@ def _round_every_fourth_row(w_ptr, i, first, K, cols, mask, inverse):
 #   t        words (K, T), T = 4 · units_t; this weight's first word
 #   s        (K,), or None for all weights but the first
 #   units    N / 16, and words of a row of t / 4: Triton then knows that rows of t begin at multiples of 16 bytes
+#   programs as for `_quantize_weight_kernel`
 @jit
 def _transpose_weight_kernel(
-    amax_ptr, w_ptr, t_ptr, s_ptr, K, units, units_t, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr
+    amax_ptr, w_ptr, t_ptr, s_ptr, K, units, units_t, programs, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr
 ):
+    which = (tl.program_id(0) // programs).to(tl.int64)
+    program = tl.program_id(0) % programs
+    w_ptr += which * (16 * units) * K
+    t_ptr += which * (4 * units_t) * K
     tiles = tl.cdiv(K, BLOCK_K)
-    i = tl.program_id(0) // tiles * BLOCK_I + tl.arange(0, BLOCK_I)
-    cols = tl.program_id(0) % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    i = program // tiles * BLOCK_I + tl.arange(0, BLOCK_I)
+    cols = program % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (i < 4 * units)[:, None] & (cols < K)[None, :]
-    s = compute_scale_tile(tl.load(amax_ptr).to(tl.float32))
+    s = compute_scale_tile(tl.load(amax_ptr + which).to(tl.float32))
     inverse = 1.0 / s
     words = round_to_words(
         _round_every_fourth_row(w_ptr, i, 0, K, cols, mask, inverse),
@@ -86,7 +122,7 @@ def _transpose_weight_kernel(
     at = cols.to(tl.int64)[:, None] * (4 * units_t) + i[None, :]
     tl.store(t_ptr + at, tl.trans(words), mask=(cols < K)[:, None] & (i < 4 * units)[None, :])
     if s_ptr is not None:
-        tl.store(s_ptr + cols, s, mask=(cols < K) & (tl.program_id(0) < tiles))
+        tl.store(s_ptr + which * K + cols, s, mask=(cols < K) & (program < tiles))
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -111,13 +147,14 @@ def _fp8_weight(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def _launch_weight(amax: Tensor, part: Tensor, q: Tensor, s: Tensor) -> None:
-    size, N = part.numel(), len(part)
-    # 32 numbers a thread: four 16-byte loads of 16-bit numbers.
+def _launch_weight(amax: Tensor, weight: Tensor, q: Tensor, s: Tensor) -> None:
+    """weight: (N, K), or a stack (E, N, K) with an amax each."""
+    count, N, size = amax.numel(), weight.shape[-2], weight.shape[-2] * weight.shape[-1]
+    programs = cdiv(size, 8192)  # 32 numbers a thread: four 16-byte loads of 16-bit numbers
     if size:
         launch(
-            _quantize_weight_kernel, (size, N, part.dtype, amax.dtype), (amax, part, q, s),
-            lambda: (cdiv(size, 8192), (size, N, 8192), {"num_warps": 8}),
+            _quantize_weight_kernel, (count, size, N, weight.dtype, amax.dtype), (amax, weight, q, s),
+            lambda: (count * programs, (size, N, programs, 8192), {"num_warps": 8}),
         )  # fmt: skip
 
 
@@ -135,14 +172,15 @@ def _fp8_transposed(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def _launch_transposed(amax: Tensor, part: Tensor, t: Tensor, s: Tensor | None) -> None:
-    (N, K), stride = part.shape, t.stride(0)
+def _launch_transposed(amax: Tensor, weight: Tensor, t: Tensor, s: Tensor | None) -> None:
+    """weight: (N, K), or a stack (E, N, K) with an amax each."""
+    count, (N, K), stride = amax.numel(), weight.shape[-2:], t.stride(-2)
 
     def plan() -> Plan:
         block_i, block_k, warps = _transposed_tile()
-        grid = cdiv(N // 4, block_i) * cdiv(K, block_k)
-        return grid, (K, N // ALIGNMENT, stride // 4, block_i, block_k), {"num_warps": warps}
+        programs = cdiv(N // 4, block_i) * cdiv(K, block_k)
+        return count * programs, (K, N // ALIGNMENT, stride // 4, programs, block_i, block_k), {"num_warps": warps}
 
-    if part.numel():
-        key = (N, K, stride, s is None, part.dtype, amax.dtype)
-        launch(_transpose_weight_kernel, key, (amax, part, t, s), plan)
+    if weight.numel():
+        key = (count, N, K, stride, s is None, weight.dtype, amax.dtype)
+        launch(_transpose_weight_kernel, key, (amax, weight, t, s), plan)
