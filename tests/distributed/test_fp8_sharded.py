@@ -116,7 +116,7 @@ def run_variant(size, device, variant, gather):
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if variant == "checkpoints":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if variant == "one group":
+        if "one group" in variant:
             fully_shard(model)
         else:
             shard(model, device, size, reshard_after_forward=variant != "kept", **options)
@@ -140,7 +140,7 @@ def run_variant(size, device, variant, gather):
             if variant == "written":  # without a new version
                 for p in model.parameters():
                     p.data.mul_(1.5)
-            if variant == "assigned" and i == 1:
+            if "assigned" in variant and i == 1:
                 state = {name: t.clone() for name, t in model.state_dict().items()}
                 model.load_state_dict(state, assign=True)
                 optimizer = make_optimizer(model.parameters(), lr=0.02)
@@ -156,7 +156,7 @@ def run_variant(size, device, variant, gather):
 
 VARIANTS = (
     "plain", "masters", "checkpoints", "one group", "kept", "accumulated", "written", "assigned", "removed",
-    "removed amid",
+    "removed amid", "one group assigned",
 )  # fmt: skip
 
 

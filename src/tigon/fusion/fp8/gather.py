@@ -47,7 +47,7 @@ class WeightGather:
         if not owners or any(map(_is_compiled, model.modules())):
             return
         # A parameter may have got other memory, as `load_state_dict(assign=True)` gives.
-        self.remove()
+        gathered, self._shards = self._reset(WeightShard.remove), []
         maxima: dict[Any, Maxima] = {}
         for modules in list_joint_layers(model):
             found = [owners.get(id(m)) for m in modules]
@@ -69,14 +69,16 @@ class WeightGather:
             self._shards += joint
         for common in maxima.values():
             common.allocate()
-        self._reset(WeightShard.install)
+        for module in {*gathered, *self._reset(WeightShard.install)}:
+            module.unshard()
 
     def remove(self) -> None:
-        """Let FSDP2 gather the parameters' own dtype again."""
+        """Let FSDP2 gather the parameters' own dtype again, from its next gather on."""
         self._reset(WeightShard.remove)
         self._shards = []
 
-    def _reset(self, change: Any) -> None:
+    def _reset(self, change: Any) -> list[Any]:
+        """Change each shard while nothing is gathered. Returns the modules whose parameters were gathered before."""
         modules = {id(m): m for shard in self._shards if (m := shard.module()) is not None}
         gathered = []
         for module in modules.values():
@@ -88,8 +90,7 @@ class WeightGather:
                 gathered.append(module)
         for shard in self._shards:
             change(shard)
-        for module in gathered:
-            module.unshard()
+        return gathered
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGather:
         return WeightGather()  # the copy's parameters are other tensors
@@ -154,6 +155,7 @@ class WeightShard:
         self.module, self.param = weakref.ref(module), weakref.ref(param)
         self.maxima, self.index = maxima, index
         self.mark: Any = None
+        self._handle: Any = None
         self.is_gathered = False
         self.scale = torch.ones(1, device=param._sharded_param_data.device)
 
@@ -180,11 +182,19 @@ class WeightShard:
 
     def install(self) -> None:
         param = self.read_param()
-        for name in HOOKS:
-            setattr(param._sharded_local_tensor, name, getattr(self, name))
+        self.attach()
+        # `load_state_dict(assign=True)` gives a parameter another local tensor.
+        linear = param._module_info.module
+        self._handle = linear.register_load_state_dict_post_hook(lambda *_: self.attach())
         _forget_gathered(param)
 
+    def attach(self) -> None:
+        for name in HOOKS:
+            setattr(self.read_param()._sharded_local_tensor, name, getattr(self, name))
+
     def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
         param = self.param()
         if param is None:
             return
