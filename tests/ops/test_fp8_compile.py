@@ -229,3 +229,19 @@ def test_the_operators_pass_torchs_checks(backend, device):
     for keep, checks in (("bf16", {}), ("fp8", {"test_utils": ("test_faketensor", "test_autograd_registration")})):
         inputs = x, [gate, up], down, None, None, "silu", keep, "fp8", False
         torch.library.opcheck(traced._fp8_mlp_fwd.op, inputs, **checks)
+    x, down, weights = x.detach(), down.detach(), [w.detach() for w in weights]
+    _, scale, amax = traced._fp8_linear_fwd(x, weights, None, "fp8", False)
+    dy = draw(3, 5, N + 16, device=device)
+    fake = {"test_utils": "test_faketensor"}
+    for needs in ([True, True, True], [False, False, True], [True, False, False]):
+        for dw in ("fp8", "bf16"):
+            given = dy, None, x, scale, amax, weights, needs, torch.bfloat16, dw, False
+            torch.library.opcheck(traced._fp8_linear_bwd.op, given, **fake)
+    _, gate_up, _, _, scale, _, amax = traced._fp8_mlp_fwd(
+        x, [gate.detach(), up.detach()], down, None, None, "silu", "bf16", "fp8", False
+    )
+    # The reference differentiates activations by autograd, which these checks switch off.
+    choices = itertools.product((True, False), ("fp8", "bf16")) if backend == "triton" else ()
+    for need, dw in choices:
+        given = torch.ones_like(x), gate_up, None, scale, down, amax, need, "silu", dw, False
+        torch.library.opcheck(traced._fp8_mlp_bwd.op, given, **fake)
