@@ -508,6 +508,12 @@ def test_experts_that_stay_say_why(family, options, why):
     assert why in found[0]
 
 
+def test_small_experts_stay(monkeypatch):
+    monkeypatch.setattr(fp8_layers, "_sizes_count", True)
+    fusion = tigon.fuse(build("mixtral").bfloat16(), fp8=tigon.FP8(first=0, experts=True))
+    assert [row.count for row in rows(fusion, False) if "too small" in row.what and "xperts" in row.name] == [2]
+
+
 def test_experts_fall_back_for_few_tokens(monkeypatch):
     model = build("mixtral").bfloat16()
     fusion = tigon.fuse(model, fp8=tigon.FP8(first=0, experts=True))

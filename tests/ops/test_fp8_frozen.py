@@ -145,7 +145,7 @@ def test_other_dtypes_take_the_dense_weight(device):
     assert all(map(torch.equal, lora_linear(x, layers), lora_linear(x, dense)))
 
 
-@pytest.mark.parametrize("run", [lora_mlp, tiled_lora_mlp, "apart"], ids=str)
+@pytest.mark.parametrize("run", [lora_mlp, tiled_lora_mlp, "apart"], ids=["lora_mlp", "tiled_lora_mlp", "apart"])
 @pytest.mark.parametrize("released", [False, True])
 def test_gated_units_are_as_their_layers_one_by_one(device, run, released, backend):
     if backend == "torch" and run is tiled_lora_mlp:

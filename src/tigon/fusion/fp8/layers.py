@@ -333,6 +333,9 @@ def why_experts_unfit(gate_up: Tensor, down: Tensor, options: FP8) -> str:
         return f"it has more than {MOST_EXPERTS:,} experts, and grouped products take no more"
     if options.dw != "fp8":
         return "its weight gradients would be in bf16, and grouped products of experts are in FP8 throughout"
+    # Measured: 1.4 times as fast with widths of 4,096 and 14,336, 0.9 times with 2,048 and 768.
+    if _sizes_count and (max(gate_up.shape[1:]) < LEAST_WIDTH or min(down.shape[1:]) < LEAST_INNER):
+        return "its products are too small for FP8 to pay"
     return ""
 
 
