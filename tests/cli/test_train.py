@@ -258,6 +258,16 @@ def test_two_processes_share_a_step(together, checkpoint, text, tmp_path):
         assert found[2][step] == pytest.approx(loss, abs=1e-4)
 
 
+def test_a_process_that_fails_alone_says_why(together, checkpoint, text, tmp_path):
+    failed = together(
+        2, "train", "--model_name_or_path", checkpoint, "--dataset_name", text, "--max_length", 32, *FEW,
+        "--output_dir", tmp_path / "out", others={1: ("--dataset_text_field", "nowhere")},
+    )  # fmt: skip
+    assert failed.code == 2, failed.err
+    assert "tigon, process 1: --task sft: KeyError: 'nowhere'" in failed.err
+    assert "Traceback" not in failed.err
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_deterministic_run_resumes_bit_for_bit(tigon, start, text, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"

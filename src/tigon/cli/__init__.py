@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         needs("the tigon command", "train", "typer", "rich")
         sys.exit(_run(arguments))
     except Problem as problem:
-        _say(str(problem))
+        _say(str(problem), is_own=problem.is_own)
         sys.exit(problem.code)
 
 
@@ -70,13 +70,18 @@ def _explain(error: Any) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
         return 2
+    if isinstance(error, RuntimeError) and ("closed by peer" in str(error) or "reset by peer" in str(error)):
+        _say(f"another process of this run has ended, and its own message says why ({str(error).splitlines()[0]})")
+        return 2
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib before Python 3.13
         _say(str(error))
         return 2
     raise error
 
 
-def _say(sentence: str) -> None:
-    # Under torchrun every process has the same sentence, so only the first prints.
-    if os.environ.get("RANK", "0") == "0":
-        print(f"tigon: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+def _say(sentence: str, *, is_own: bool = False) -> None:
+    # Under torchrun every process has the same sentence, so only the first prints, unless a sentence is a process's own.
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or is_own:
+        where = "tigon" if rank == "0" else f"tigon, process {rank}"
+        print(f"{where}: {' '.join(sentence.split())}", file=sys.stderr, flush=True)

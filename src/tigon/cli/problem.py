@@ -21,11 +21,12 @@ class Problem(Exception):
     Args:
         sentence: what is wrong, and what is expected.
         code: the exit status; 2 for a wrong input, 1 for a wrong result.
+        is_own: other processes of the same run may have another problem, so each of them prints its own.
     """
 
-    def __init__(self, sentence: str, code: int = 2) -> None:
+    def __init__(self, sentence: str, code: int = 2, *, is_own: bool = False) -> None:
         super().__init__(sentence)
-        self.code = code
+        self.code, self.is_own = code, is_own
 
 
 def needs(command: str, extra: str | None, *modules: str) -> None:

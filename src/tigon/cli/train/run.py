@@ -124,7 +124,9 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     except Exception as error:
         if is_out_of_memory(error) or is_disk_full(error) or isinstance(error, Problem):
             raise
-        raise Problem(f"--task {options.task}: {type(error).__name__}: {one_line(error)}") from error
+        # A process that fails alone breaks the connections of the others, whose errors say only that.
+        sentence = f"--task {options.task}: {type(error).__name__}: {one_line(error)}"
+        raise Problem(sentence, is_own=True) from error
     trainer.create_model_card = lambda *_, **__: None  # each checkpoint would overwrite the user's own
     for parameter in trainer.model.parameters():
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
