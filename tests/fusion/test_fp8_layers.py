@@ -304,7 +304,25 @@ def test_few_tokens_run_in_bf16(monkeypatch):
     (loss, one), (fp8_loss, other) = (step(model) for model in models)
     assert torch.equal(loss, fp8_loss)
     assert all(torch.equal(one[n], other[n]) for n in one)
-    assert all("fewer than 4,096 tokens" in row.idle for row in rows(fusion))
+    assert all("tokens, too few for FP8 to pay" in row.idle for row in rows(fusion))
+
+
+def test_layers_with_fewer_weights_need_more_tokens(monkeypatch):
+    """Below, the host launches slower than products in bf16 run; a graph launches without the host."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "num_attention_heads": 32}
+        small = T.LlamaForCausalLM(T.LlamaConfig(**BASE | sizes | {"num_key_value_heads": 8, "num_hidden_layers": 1}))
+    assert 9_000 < fp8_layers.count_least_tokens(small.model.layers) < 11_000
+    model = make()
+    fusion = tigon.fuse(model, fp8=WHOLE)
+    monkeypatch.setattr(fp8_layers, "_sizes_count", True)
+    monkeypatch.setattr(fp8_layers, "LEAST_TOKENS", 1)
+    fusion._ledger.fp8_least_tokens = batch("llama")["input_ids"].numel()
+    step(model)
+    assert all(row.calls for row in rows(fusion))
+    fusion._ledger.fp8_least_tokens += 1
+    step(model)
+    assert not any(row.calls for row in rows(fusion))
 
 
 def test_small_products_stay(monkeypatch):
@@ -520,4 +538,4 @@ def test_experts_fall_back_for_few_tokens(monkeypatch):
     monkeypatch.setattr(fp8_layers, "_sizes_count", True)
     step(model, "mixtral")
     assert find_experts(fusion) == [(True, 2, 0)]
-    assert "fewer than 4,096 tokens" in str(fusion.report())
+    assert "too few for FP8 to pay" in str(fusion.report())

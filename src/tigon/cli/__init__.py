@@ -80,7 +80,7 @@ def _explain(error: Any) -> int:
 
 
 def _say(sentence: str, *, is_own: bool = False) -> None:
-    # Under torchrun every process has the same sentence, so only the first prints, unless a sentence is a process's own.
+    # Under torchrun every process has the same sentence, so that only the first prints, but for a process's own.
     rank = os.environ.get("RANK", "0")
     if rank == "0" or is_own:
         where = "tigon" if rank == "0" else f"tigon, process {rank}"

@@ -49,6 +49,7 @@ class Ledger:
         gradients and without labels.
     recompute: which activations the backward pass recomputes instead of keeping them.
     fp8_head: whether the head's loss multiplies in FP8 where it can.
+    fp8_least_tokens: of a call whose layers run in FP8, launched by the host.
     fp8_gather: gathers sharded weights in e4m3; None for the parameters' dtype.
     is_sharded, is_split: whether a library shards the parameters, and whether tensor parallelism splits layers, as of
         the step `sharding_seen_at`.
@@ -71,7 +72,7 @@ class Ledger:
         self.adviser: Callable[[], str] | None = None
         self.adapters_before = 0
         self.is_sharded, self.is_split, self.sharding_seen_at = False, False, -1
-        self.fp8_head = False
+        self.fp8_head, self.fp8_least_tokens = False, 0
         self.fp8_gather: Any = None
         self._calls = _Calls()
         self.lock = threading.RLock()
@@ -190,6 +191,7 @@ class Ledger:
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
         copied.active, copied.check_arguments = self.active, self.check_arguments
         copied.has_entrance, copied.adviser, copied.fp8_head = self.has_entrance, self.adviser, self.fp8_head
+        copied.fp8_least_tokens = self.fp8_least_tokens
         memo[id(self)] = copied
         copied.around, copied.fp8_gather = copy.deepcopy(self.around, memo), copy.deepcopy(self.fp8_gather, memo)
         return copied

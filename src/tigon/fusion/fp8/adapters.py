@@ -168,7 +168,7 @@ def read_base(layer: Any, x: Tensor, weight: Tensor) -> Any:
     state = None if patch is None else patch.fp8
     if patch is None or not isinstance(state, FP8Bases) or not patch.ledger.active:
         return weight
-    state.why = why_not_here(x)
+    state.why = why_not_here(x, patch.ledger)
     found = None if state.why else state.read(layer, patch.formula.parent(), patch.ledger)
     if found is None:
         state.why = state.why or "a layer beside it had no adapter, or its weight was replaced"

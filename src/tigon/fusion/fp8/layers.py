@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, is_hooked
 from tigon.fusion.fp8.options import FP8
 from tigon.fusion.logits.deferred import Deferred, as_tensor
-from tigon.kernels import autocast_dtype
+from tigon.kernels import autocast_dtype, is_captured
 from tigon.kernels.autograd import is_exporting, is_traced
 from tigon.ops.fp8.compiled import multiply_gated_traced, multiply_traced
 from tigon.ops.fp8.experts import multiply_by_experts
@@ -37,6 +38,9 @@ from tigon.ops.rms_norm import rms_norm
 
 # Below these the quantisation takes more time than the products save.
 LEAST_TOKENS = 4096
+# Tokens times weights of a decoder layer's linear layers. An eager layer in FP8 takes the host of an H200 machine about
+# 5 ms, forward and backward; below this the products in bf16 are done before (benchmarks/studies/fp8_sizes.py).
+LEAST_WORK = 6e11
 LEAST_WIDTH = 2048  # of the larger of a product's two widths
 LEAST_INNER = 1024  # of the smaller
 MOST_EXPERTS = 1024  # CUTLASS prepares the groups of a product in one block of threads
@@ -174,7 +178,9 @@ def norm_in_rows(
 ) -> tuple[Tensor | None, NormedRows] | None:
     """(the residual stream, NormedRows) for a norm in front of FP8 layers; None where the norm runs in bf16."""
     state: FP8Norm | None = patch.fp8
-    if state is None or torch.compiler.is_compiling() or why_not_here(x) or not patch.is_entire_call(norm):
+    if state is None or torch.compiler.is_compiling() or not patch.is_entire_call(norm):
+        return None
+    if why_not_here(x, patch.ledger):
         return None
     _look_at_shards(patch.ledger)
     if patch.ledger.is_split:
@@ -194,7 +200,7 @@ def norm_in_rows(
 
 def multiply_in_fp8(group: FP8Group, modules: Sequence[Any], x: Any, ledger: Ledger) -> tuple[Tensor, ...] | None:
     """The results of linear layers for x, a tensor or NormedRows; None where they run in bf16."""
-    source, operands = _read_operands(x, modules)
+    source, operands = _read_operands(x, modules, ledger)
     if source is None:
         return None
     weights, biases = operands
@@ -206,7 +212,7 @@ def multiply_in_fp8(group: FP8Group, modules: Sequence[Any], x: Any, ledger: Led
 
 def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledger) -> Tensor | None:
     """A gated unit's result; None where the unit runs in bf16. modules: gate, up unless packed in gate, and down."""
-    source, operands = _read_operands(x, modules)
+    source, operands = _read_operands(x, modules, ledger)
     if source is None:
         return None
     weights, biases = operands
@@ -223,10 +229,11 @@ def run_unit_in_fp8(unit: FP8Unit, modules: Sequence[Any], x: Any, ledger: Ledge
 
 
 def run_experts_in_fp8(
-    experts: FP8Experts, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    patch: Patch, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor | None:
     """The results of stacked experts for x (T, D); None where they run in bf16."""
-    if torch.compiler.is_compiling() or why_not_here(x):
+    experts: FP8Experts = patch.fp8
+    if torch.compiler.is_compiling() or why_not_here(x, patch.ledger):
         return None
     y = multiply_by_experts(x.to(torch.bfloat16), index, weights, gate_up, down, experts.unit)
     return y.to(x.dtype)
@@ -255,7 +262,7 @@ def _is_split(module: nn.Module) -> bool:
     return has_hook and isinstance(module._parameters.get("weight"), DTensor)
 
 
-def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
+def _read_operands(x: Any, modules: Sequence[Any], ledger: Ledger) -> tuple[Any, Any]:
     """What to multiply, and the layers' weights and biases; (None, None) where a layer is not plain."""
     # A tensor that other code has written into differs from the rows.
     rows = x if isinstance(x, NormedRows) and (x.tensor is None or not _is_touched(x.tensor)) else None
@@ -263,7 +270,7 @@ def _read_operands(x: Any, modules: Sequence[Any]) -> tuple[Any, Any]:
         rows = None
     if rows is None:
         x = as_tensor(x)
-    if why_not_here(rows.normed.handle if rows is not None else x):
+    if why_not_here(rows.normed.handle if rows is not None else x, ledger):
         return None, None
     weights, biases = [], []
     for module in modules:
@@ -297,15 +304,15 @@ def _is_touched(x: Tensor) -> bool:
     return x.is_inference() or bool(x._version or x._backward_hooks) or x.retains_grad
 
 
-def why_not_in_fp8(x: Any) -> str:
+def why_not_in_fp8(x: Any, ledger: Ledger) -> str:
     """Why layers with the input x, a tensor or NormedRows, ran in bf16, as a clause for the report."""
     if torch.compiler.is_compiling():
         return ""  # nothing is counted
-    why = why_not_here(x.normed.handle if isinstance(x, NormedRows) else x)
+    why = why_not_here(x.normed.handle if isinstance(x, NormedRows) else x, ledger)
     return why or "a layer had a hook, another forward, or a weight that is no plain tensor on the input's device"
 
 
-def why_not_here(x: Any) -> str:
+def why_not_here(x: Any, ledger: Ledger) -> str:
     """Why layers with the input x run in bf16 now, as a clause for the report; "" where they run in FP8."""
     if isinstance(x, DTensor):
         return "its input was a DTensor, as tensor parallelism makes"
@@ -314,10 +321,20 @@ def why_not_here(x: Any) -> str:
         return "a trace or a transform ran the layer"
     if (autocast_dtype(x.device.type) or x.dtype) is not torch.bfloat16:
         return f"its input was {str(x.dtype).removeprefix('torch.')}, and FP8 products give bf16"
-    tokens = x.numel() // max(x.shape[-1], 1)
-    if tokens < LEAST_TOKENS and _sizes_count:
-        return f"the call had fewer than {LEAST_TOKENS:,} tokens, too few for FP8 to pay"
+    tokens, least = x.numel() // max(x.shape[-1], 1), LEAST_TOKENS
+    if _sizes_count and not torch.compiler.is_compiling() and not is_captured(x):  # graphs launch without the host
+        least = max(least, ledger.fp8_least_tokens)
+    if tokens < least and _sizes_count:
+        return f"the call had fewer than {least:,} tokens, too few for FP8 to pay"
     return why_unsupported(x.device) if x.is_cuda else ""
+
+
+def count_least_tokens(layers: Sequence[nn.Module]) -> int:
+    """The fewest tokens for which the host launches decoder layers in FP8 faster than bf16 products run."""
+    weights = [sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)) for layer in layers]
+    # The products of a mixture's experts, in bf16 or FP8, take longer than the launches.
+    has_experts = any(p.dim() > 2 for layer in layers for p in layer.parameters())
+    return 0 if has_experts else math.ceil(LEAST_WORK / max([1, *weights]))
 
 
 def why_experts_unfit(gate_up: Tensor, down: Tensor, options: FP8) -> str:

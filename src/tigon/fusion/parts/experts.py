@@ -331,12 +331,12 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     gate_up, down, gate_up_bias, down_bias = experts
     if patch.fp8 is not None:
         key = ("experts", type(self))
-        y = run_experts_in_fp8(patch.fp8, x, index, weights, gate_up, down)
+        y = run_experts_in_fp8(patch, x, index, weights, gate_up, down)
         if y is not None:
             patch.ledger.count("fp8", key)
             patch.ledger.count("experts", patch.key)
             return y
-        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x))
+        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x, patch.ledger))
     patch.ledger.count("experts", patch.key)
     return moe_mlp(x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(self))
 

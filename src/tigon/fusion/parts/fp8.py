@@ -22,6 +22,7 @@ from tigon.fusion.fp8.layers import (
     FP8Group,
     FP8Norm,
     FP8Unit,
+    count_least_tokens,
     multiply_in_fp8,
     why_experts_unfit,
     why_layer_unfit,
@@ -52,6 +53,7 @@ class FP8Part(Part):
         lists = list(list_decoder_layers(module))
         if not lists:
             site.record_skipped(self, module, Reason("no list of layers in it has a torch.nn.Linear"))
+        site.ledger.fp8_least_tokens = count_least_tokens([layer for layers in lists for layer in layers])
         for layers in lists:
             until = len(layers) - options.last
             for i, layer in enumerate(layers):
@@ -198,7 +200,7 @@ def linear_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self, *args, **kwargs)
     ys = multiply_in_fp8(patch.fp8, [self], args[0], patch.ledger)
     if ys is None:
-        patch.ledger.count_fallback("fp8", patch.key, why_not_in_fp8(args[0]))
+        patch.ledger.count_fallback("fp8", patch.key, why_not_in_fp8(args[0], patch.ledger))
         return plain_forward(self, *args)
     patch.ledger.count("fp8", patch.key)
     return ys[0]

@@ -87,7 +87,7 @@ def _fp8_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
     else:
         y = run(x)
     if y is None:
-        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x))
+        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x, patch.ledger))
         return None
     patch.ledger.count("fp8", key)
     patch.ledger.count("mlp", patch.key)

@@ -107,7 +107,7 @@ def run_together(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple
             patch.ledger.count("fp8", (type(module), names))
             patch.ledger.count("linear", key)
             return ys
-        patch.ledger.count_fallback("fp8", (type(module), names), why_not_in_fp8(x))
+        patch.ledger.count_fallback("fp8", (type(module), names), why_not_in_fp8(x, patch.ledger))
     if torch.compiler.is_compiling():
         return None
     x = as_tensor(x)
