@@ -410,6 +410,13 @@ def step(layer):
     torch.optim.AdamW([layer.weight], lr=1.0).step()
 
 
+def step_without_version(layer):
+    before = layer.weight._version
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.AdamW([layer.weight], lr=1.0, fused=True).step()
+    assert layer.weight._version == before
+
+
 def replace_parameter(layer):
     layer.weight = Parameter(-3 * layer.weight.detach())
 
@@ -420,8 +427,10 @@ def replace_data(layer):
 
 @pytest.mark.parametrize("policy", ["use", "step", "auto"])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("change", [write_in_place, load, step, replace_parameter, replace_data])
+@pytest.mark.parametrize("change", [write_in_place, load, step, step_without_version, replace_parameter, replace_data])
 def test_a_changed_weight_is_seen(change, frozen, policy, device):
+    if frozen and change is step_without_version:
+        pytest.skip("optimizers change no frozen weight")
     layer = torch.nn.Linear(K, 32, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(not frozen)
     x, store = draw(4, K, device=device).requires_grad_(), JointWeight(policy)
 
@@ -571,7 +580,7 @@ def test_copies_in_a_capture(frozen, policy, device, monkeypatch):
     monkeypatch.undo()
     write_in_place(layer)
     assert call() is not before
-    assert store.nbytes == (2 * kept if frozen else kept)
+    assert store.nbytes == (2 * kept if frozen else 0)  # a replay could change the trainable weight once more
     store.clear()
     assert store.nbytes == 0
 

@@ -11,13 +11,15 @@ has its memory, as long as each step has several micro-batches. A checkpoint's s
 pass, and does not count. On a GPU half as much memory as torch has reserved must be free: weights and gradients take 4
 bytes a parameter or more, the copies take 2.
 
-A weight has changed if another tensor, other memory or another version stands in its place. In-place edits,
-`load_state_dict` and optimizers give a parameter a new version; writes through `parameter.data` do not. A part of a
-larger buffer, as some optimizers lay out all parameters, is always quantised anew. The largest magnitude is kept by the
-same rule under every policy, so that several micro-batches measure it once.
+A weight has changed if another tensor, other memory or another version stands in its place. In-place edits and
+`load_state_dict` give a parameter a new version; writes through `parameter.data` do not. Fused optimizers give none
+either, so a trainable weight counts as changed after each step of any optimizer. A part of a larger buffer, as some
+optimizers lay out all parameters, is always quantised anew. The largest magnitude is kept by the same rule under every
+policy, so that several micro-batches measure it once.
 
 In a CUDA graph no rule of the host runs in a replay: while a graph is captured, trainable weights are measured and
-quantised by the graph itself, in each replay. Frozen weights use the copies kept before the capture, which then stay as
+quantised by the graph itself, in each replay. A replay may also change them, so from then on calls outside the graph
+keep nothing of them. Frozen weights use the copies kept before the capture, which then stay as
 long as the `JointWeight`; a replay does not see later edits of them.
 """
 
@@ -29,14 +31,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon.kernels import is_captured
 from tigon.ops.fp8.gathered import GatheredCopies, GatheredWeight
 from tigon.ops.fp8.recipe import Weight
+from tigon.ops.fp8.untraced import run_untraced
 from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
 
 Policy = Literal["auto", "use", "step"]
 POLICIES = ("auto", "use", "step")
+_steps = 0  # of all optimizers
 
 
 class JointWeight:
@@ -50,7 +55,7 @@ class JointWeight:
             parameters without: then weights are measured at each forward pass, and not kept.
     """
 
-    __slots__ = ("__weakref__", "_captured", "_fits", "_kept", "is_versioned", "policy")
+    __slots__ = ("__weakref__", "_captured", "_fits", "_is_replayed", "_kept", "is_versioned", "policy")
 
     def __init__(self, policy: Policy = "auto", *, is_versioned: bool = True) -> None:
         if policy not in POLICIES:
@@ -58,6 +63,7 @@ class JointWeight:
         self.policy, self.is_versioned = policy, is_versioned
         self._kept: Copies | None = None
         self._fits: bool | None = None  # whether there was memory for copies when they were first to be kept
+        self._is_replayed = False  # whether a CUDA graph reads trainable weights, which its replays may change
         self._captured: list[Copies] = []  # read by CUDA graphs: their memory must stay
 
     def read(self, parameters: Sequence[Tensor]) -> Copies | GatheredCopies:
@@ -68,7 +74,9 @@ class JointWeight:
         captured = is_captured(parameters[0])
         recording = captured and torch.cuda.is_current_stream_capturing()
         # Rehearsals of a capture must launch the capture's kernels; they may keep what frozen weights have.
-        is_usable = self.is_versioned and (is_frozen or not captured) and all(map(_owns_memory, parameters))
+        self._is_replayed |= recording and not is_frozen
+        is_fixed = is_frozen or not (captured or self._is_replayed)
+        is_usable = self.is_versioned and is_fixed and all(map(_owns_memory, parameters))
         is_kept = is_usable and not recording
         keeps = self.policy == "step" or (self.policy == "auto" and is_frozen)
         follows = self.policy == "auto" and not is_frozen
@@ -163,9 +171,23 @@ class Copies:
         return sum(t.nbytes for weight in (self._rows, self._transposed) if weight is not None for t in weight)
 
 
-def _mark(p: Tensor) -> tuple[int, int] | None:
-    """A parameter's address and version; None for an inference tensor, which has no version."""
-    return None if p.is_inference() else (p.data_ptr(), p._version)
+def _mark(p: Tensor) -> tuple[int, int, int] | None:
+    """A parameter's address, version and steps, if it trains; None for an inference tensor, which has no version."""
+    return None if p.is_inference() else (p.data_ptr(), p._version, _steps if p.requires_grad else -1)
+
+
+def _count_step() -> None:
+    global _steps
+    _steps += 1
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # A compiled step gives versions, and may allow no call outside the graph. Fused optimizers are never compiled.
+    if not torch.compiler.is_compiling() or any(group.get("fused") for group in optimizer.param_groups):
+        run_untraced(_count_step)
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 def _has_room(device: torch.device) -> bool:
