@@ -123,6 +123,8 @@ def test_verify_compares_with_the_same_experts():
     with _repeat_choices(choices):
         scores, chosen = torch.topk(swapped, 1, dim=-1)
         later = torch.topk(swapped, 1, dim=-1).indices  # a top-k that the exact run did not have
+    with _repeat_choices(choices):
+        assert torch.topk(input=swapped, k=1).indices.item() == 2
     scores.sum().backward()
     assert (chosen.item(), scores.item(), later.item()) == (2, 0.5, 1)
     assert swapped.grad.tolist() == [[0.0, 0.0, 1.0]]

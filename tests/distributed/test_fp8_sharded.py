@@ -281,6 +281,36 @@ def refuse(rank, size, device, options):
             return str(error)
 
 
+def gather_without(rank, size, device, name):
+    """As `refuse`, on a torch whose FSDP2 has no attribute with this name."""
+    from tigon.fusion.fp8 import gather
+
+    class Lacking:
+        def __init__(self, param):
+            self._param = param
+
+        def __getattr__(self, wanted):
+            if wanted == name:
+                raise AttributeError(f"'FSDPParam' object has no attribute '{name}'")
+            return getattr(self._param, wanted)
+
+    list_owners = gather._list_owners
+    gather._list_owners = lambda model: {i: (m, Lacking(p)) for i, (m, p) in list_owners(model).items()}
+    try:
+        return refuse(rank, size, device, {})
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        gather._list_owners = list_owners
+
+
+@pytest.mark.parametrize("name", ["_orig_size", "fsdp_placement", "_sharded_param_data", "_init_extensions"])
+def test_another_fsdp_is_refused_in_a_sentence(one, name):
+    (message,) = one.run(gather_without, name)
+    assert message.startswith('fuse: FP8(all_gather="fp8") does not know the FSDP2 of torch')
+    assert name in message
+
+
 def place_columns(parameter):
     from torch.distributed.tensor import Shard
 

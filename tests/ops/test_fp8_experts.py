@@ -60,6 +60,13 @@ def run(inputs, dy, unit=UNIT):
     return [y.detach(), *torch.autograd.grad(y, [t for t in inputs if t.requires_grad], dy)]
 
 
+def test_weights_stored_by_columns(backend, device):
+    inputs, dy = draw_layer("even", device)
+    strided = [t.detach().mT.contiguous().mT.requires_grad_() for t in inputs[3:]]
+    for found, expected in zip(run([*inputs[:3], *strided], dy), run(inputs, dy), strict=True):
+        assert torch.equal(found, expected)
+
+
 def emulate(inputs, dy, keep="bf16", rounds=True):
     """y, dx, d weights, d gate_up and d down of the recipe in fp64, expert by expert; or exact ones."""
     x, index, weights, gate_up, down = (t.detach().double() if t.is_floating_point() else t for t in inputs)

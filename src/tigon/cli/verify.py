@@ -277,8 +277,8 @@ def _repeat_choices(choices: list[Any]) -> Any:
             indices = next(self.left, None)
             if indices is None or indices.shape != found.indices.shape:
                 return found
-            scores, *more = args
-            dim = more[1] if len(more) > 1 else (kwargs or {}).get("dim", -1)
+            named = dict(zip(("input", "k", "dim"), args, strict=False)) | (kwargs or {})
+            scores, dim = named["input"], named.get("dim", -1)
             return torch.return_types.topk((scores.gather(dim, indices), indices))
 
     return Repeater()

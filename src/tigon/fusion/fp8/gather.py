@@ -39,8 +39,18 @@ class WeightGather:
 
         Compiled modules run in bf16: a model with one keeps its gathers.
 
-        Raises: ValueError for weights that are sharded in a way that FSDP2's hooks do not support.
+        Raises: ValueError for weights that are sharded in a way that FSDP2's hooks do not support. RuntimeError where
+            torch's FSDP2 lacks a private attribute that the gathers need.
         """
+        try:
+            self._install(model)
+        except AttributeError as error:
+            raise RuntimeError(
+                f'fuse: FP8(all_gather="fp8") does not know the FSDP2 of torch {torch.__version__} ({error}). Use '
+                'FP8(all_gather="bf16").'
+            ) from error
+
+    def _install(self, model: nn.Module) -> None:
         if self._shards and all(shard.is_installed() for shard in self._shards):
             return
         owners = _list_owners(model)
@@ -147,6 +157,7 @@ class WeightShard:
     """A rank's shard of one weight, and the two hooks by which FSDP2 gathers the weight in e4m3.
 
     module: the module that gathers the parameter, by weak reference, as `param`, which is FSDP2's own record.
+    size: the whole weight's.
     maxima, index: where the weight's largest magnitude is.
     mark: the local tensor and its version as last measured. is_gathered: whether a forward pass has gathered since.
     """
@@ -155,6 +166,7 @@ class WeightShard:
         self.module, self.param = weakref.ref(module), weakref.ref(param)
         self.maxima, self.index = maxima, index
         self.mark: Any = None
+        self.size = param._orig_size
         self._handle: Any = None
         self.is_gathered = False
         self.scale = torch.ones(1, device=param._sharded_param_data.device)
@@ -215,7 +227,7 @@ class WeightShard:
         """The weight that the layer multiplies by. out: the weight from an earlier gather, whose memory is filled."""
         if out is not None:
             return None
-        return GatheredWeight(outputs[0], self.scale, self.read_param()._orig_size, dtype), ()
+        return GatheredWeight(outputs[0], self.scale, self.size, dtype), ()
 
     def __reduce__(self) -> Any:
         return _load_as_none, ()  # local tensors are pickled with their attributes

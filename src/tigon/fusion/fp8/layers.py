@@ -38,8 +38,8 @@ from tigon.ops.rms_norm import rms_norm
 
 # Below these the quantisation takes more time than the products save.
 LEAST_TOKENS = 4096
-# Tokens times weights of a decoder layer's linear layers. The host of an H200 machine takes about 4 ms to launch them in
-# FP8, forward and backward; below this the products in bf16 are done before (benchmarks/studies/fp8_sizes.py).
+# Tokens times weights of a decoder layer's linear layers. The host of an H200 machine takes about 4 ms to launch them
+# in FP8, forward and backward; below this the products in bf16 are done before (benchmarks/studies/fp8_sizes.py).
 LEAST_WORK = 6e11
 LEAST_WIDTH = 2048  # of the larger of a product's two widths
 LEAST_INNER = 1024  # of the smaller

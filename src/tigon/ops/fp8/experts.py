@@ -44,7 +44,7 @@ def multiply_by_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tens
         x: (T, D) bf16.
         index: (T, K) int64 or int32, the experts chosen for each token; those outside [0, E) add nothing.
         weights: (T, K), any float dtype, the routing weights.
-        gate_up: (E, 2I, D) bf16 or fp32, contiguous, gate above up.
+        gate_up: (E, 2I, D) bf16 or fp32, gate above up. Weights that are not contiguous are copied.
         down: (E, D, I), likewise. D and I are multiples of 16, and E is at most 1,024.
         unit: its products' gradients are in FP8.
     Returns: (T, D) bf16.

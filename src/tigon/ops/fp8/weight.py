@@ -51,6 +51,7 @@ def quantize_stack(stack: Tensor, amax: Tensor) -> Weight:
     """A stack (E, N, K) in e4m3, a scale for each weight: data (E, N, K), scale (E, N). amax: `measure_stack`'s."""
     if not use_triton(amax, stack) or not stack.numel():
         return quantize_stack_reference(stack, amax)
+    stack = stack.contiguous()
     data, scale = torch.empty_like(stack, dtype=E4M3), amax.new_empty(stack.shape[:2])
     _launch_weight(amax, stack, data, scale)
     return Weight(data, scale)
@@ -63,7 +64,7 @@ def transpose_stack(stack: Tensor, amax: Tensor) -> Weight:
         return Weight(data.transpose(1, 2).contiguous(), scale[:, :1].expand(-1, stack.shape[2]).contiguous())
     E, N, K = stack.shape
     data, scale = torch.empty((E, K, N), dtype=E4M3, device=stack.device), amax.new_empty((E, K))
-    _launch_transposed(amax, stack, data.view(torch.int32), scale)
+    _launch_transposed(amax, stack.contiguous(), data.view(torch.int32), scale)
     return Weight(data, scale)
 
 
