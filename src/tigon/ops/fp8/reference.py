@@ -63,7 +63,8 @@ def gated_rows_reference(gate_up: Tensor, act: str, keep: bool) -> tuple[Rows, R
     if not keep:
         return product, None
     kept = [quantize_rows_reference(half) for half in (gate, up)]
-    return product, Rows(torch.cat([half.data for half in kept], 1), torch.cat([half.scale for half in kept], 1))
+    data = torch.cat([half.data.view(torch.uint8) for half in kept], 1)  # autocast joins no e4m3
+    return product, Rows(data.view(E4M3), torch.cat([half.scale for half in kept], 1))
 
 
 def gated_gradient_reference(
