@@ -12,17 +12,17 @@ LINES = {  # to the next 50
     "src/tigon/cli": 3750,
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 10650,
+    "src/tigon/fusion": 10700,  # FP8: weights given back after an unload
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 3750,
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 8950,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 20000,  # FP8: adapters, checkpoints, shards, compiled graphs, experts
+    "src/tigon/ops": 20050,  # FP8: adapters, checkpoints, shards, compiled graphs, experts
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 67750,
+    "tests": 67800,
     "benchmarks": 16800,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -11,7 +11,8 @@ has its memory, as long as each step has several micro-batches. A checkpoint's s
 pass, and does not count. On a GPU half as much memory as torch has reserved must be free: weights and gradients take 4
 bytes a parameter or more, the copies take 2.
 
-A weight has changed if another tensor, other memory or another version stands in its place. In-place edits,
+A weight has changed if another tensor, other memory or another version stands in its place, or if it is frozen or
+trained since: PEFT freezes weights before it merges adapters into them. In-place edits,
 `load_state_dict` and optimizers give a parameter a new version; writes through `parameter.data` do not. A part of a
 larger buffer, as some optimizers lay out all parameters, is always quantised anew. The largest magnitude is kept by the
 same rule under every policy, so that several micro-batches measure it once.
@@ -163,9 +164,9 @@ class Copies:
         return sum(t.nbytes for weight in (self._rows, self._transposed) if weight is not None for t in weight)
 
 
-def _mark(p: Tensor) -> tuple[int, int] | None:
-    """A parameter's address and version; None for an inference tensor, which has no version."""
-    return None if p.is_inference() else (p.data_ptr(), p._version)
+def _mark(p: Tensor) -> tuple[int, int, bool] | None:
+    """A parameter's address and version, and whether it trains; None for an inference tensor, which has no version."""
+    return None if p.is_inference() else (p.data_ptr(), p._version, p.requires_grad)
 
 
 def _has_room(device: torch.device) -> bool:
