@@ -288,6 +288,38 @@ def test_adapters_added_behind_fp8_layers_are_never_stale():
     assert abs(merged[0] - step(truth)[0]) < 2e-3
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_copies_of_layers_without_adapters_do_not_outlive_a_merge(is_frozen):
+    """A merge gives weights no new version: PEFT freezes trained weights, and frozen ones drop copies in a call."""
+    torch.manual_seed(0)
+    model = T.LlamaForCausalLM(T.LlamaConfig(**BASE | {"num_hidden_layers": 1})).to(torch.bfloat16).eval()
+    model.requires_grad_(not is_frozen)
+    tigon.fuse(model, fp8=tigon.FP8(first=0, weights="step"))
+    with torch.no_grad():
+        model(input_ids=IDS)
+        adapted = settle(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=ALL))).eval()
+        if is_frozen:
+            adapted(input_ids=IDS)
+        merged = adapted.merge_and_unload()
+        found = merged(input_ids=IDS).logits.float()
+        plain = T.LlamaForCausalLM(merged.config).to(torch.bfloat16).eval()
+        plain.load_state_dict(merged.state_dict())
+        truth = plain(input_ids=IDS).logits.float()
+    assert (found - truth).norm() < 0.15 * truth.norm()
+
+
+def test_weights_of_unloaded_layers_come_back():
+    model = make()
+    fusion = tigon.fuse(model, fp8=RELEASE)
+    model = model.unload()
+    gc.collect()
+    assert any(isinstance(p, ReplacedWeight) for p in model.parameters())
+    fusion.remove()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    wanted = round_bases(make()).unload().state_dict()
+    assert all(torch.equal(t, wanted[name]) for name, t in model.state_dict().items())
+
+
 def test_a_layer_whose_adapter_is_a_variant_stays():
     model = make(use_dora=True)
     fusion = tigon.fuse(model, fp8=RELEASE)

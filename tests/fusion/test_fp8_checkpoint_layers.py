@@ -259,6 +259,21 @@ def test_layers_that_cannot_be_read_raise_where_a_gradient_would_be_lost(how, is
         step(model)
 
 
+@pytest.mark.parametrize("way", ["compile", "keyword"])
+def test_calls_that_tigon_leaves_raise_where_a_gradient_would_be_lost(way, monkeypatch):
+    monkeypatch.delattr(sys.modules[FP8Linear.__module__], "FP8LinearFunction", raising=False)  # as transformers 5.17
+    monkeypatch.setattr(FP8Linear, "forward", lambda self, input: input.detach())
+    model = nn.Sequential(make()[0].model.layers[0].mlp.up_proj)
+    tigon.fuse(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: way == "compile")
+    x = torch.randn(3, 128, dtype=torch.bfloat16, requires_grad=True)
+    call = (lambda: model[0](input=x)) if way == "keyword" else (lambda: model[0](x))
+    with pytest.raises(RuntimeError, match=r"since it was called by torch\.compile, .* or with keywords"):
+        call()
+    with torch.no_grad():
+        call()
+
+
 def test_layers_that_cannot_be_read_run_their_own_forward(monkeypatch):
     """Where that has a gradient, and where none is needed."""
     calls = []

@@ -313,6 +313,11 @@ def test_layers_with_fewer_weights_need_more_tokens(monkeypatch):
         sizes = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "num_attention_heads": 32}
         small = T.LlamaForCausalLM(T.LlamaConfig(**BASE | sizes | {"num_key_value_heads": 8, "num_hidden_layers": 1}))
     assert 9_000 < fp8_layers.count_least_tokens(small.model.layers) < 11_000
+    layer = nn.ModuleDict({"linear": nn.Linear(1000, 600), "convolution": nn.Conv1d(8, 8, 4)})
+    layer["linear"].weight.data = torch.empty(0)  # as ZeRO-3 leaves a partitioned parameter
+    assert fp8_layers.count_least_tokens([layer]) == 1_000_000
+    layer.stack = nn.Parameter(torch.empty(4, 32, 16))
+    assert fp8_layers.count_least_tokens([layer]) == 0
     model = make()
     fusion = tigon.fuse(model, fp8=WHOLE)
     monkeypatch.setattr(fp8_layers, "_sizes_count", True)

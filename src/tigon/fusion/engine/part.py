@@ -207,6 +207,10 @@ class Site:
         self._record.modules.append(weakref.ref(module))
         install(module, forward, patch)
 
+    def track(self, module: nn.Module) -> None:
+        """Let remove() restore a module whose forward stays."""
+        self._record.modules.append(weakref.ref(module))
+
     def replace(
         self, part: Part, module: nn.Module, forward: Callable[..., Any] | Reason, formula: Any, what: str, *, key: Any
     ) -> None:

@@ -177,6 +177,10 @@ def restore(module: nn.Module) -> None:
     state = vars(module)
     patch = state.get("_tigon")
     if patch is None:
+        # The base layer of an adapted layer that has left the model, as PEFT's `unload` makes.
+        for name, p in module._parameters.items():
+            if (give_back := getattr(p, "give_back", None)) is not None:
+                module._parameters[name] = give_back()
         return
     give_back = getattr(patch.fp8, "give_back", None)
     if give_back is not None:

@@ -163,6 +163,16 @@ class FP8Unit:
         self.unit = Unit(act, options.keep, Products(options.dw, options.sums == "exact"))
 
 
+def drop_copies(patch: Patch | None) -> None:
+    """Drop the copies of the linear layers that a patched module multiplies by in FP8."""
+    held = None if patch is None else patch.fp8
+    for state in held.values() if isinstance(held, dict) else (held,):
+        for store in (
+            state.stores if isinstance(state, FP8Unit) else [state.store] if isinstance(state, FP8Group) else ()
+        ):
+            store.clear()
+
+
 class FP8Experts:
     """A mixture's stacked experts in FP8."""
 
@@ -331,9 +341,13 @@ def why_not_here(x: Any, ledger: Ledger) -> str:
 
 def count_least_tokens(layers: Sequence[nn.Module]) -> int:
     """The fewest tokens for which the host launches decoder layers in FP8 faster than bf16 products run."""
-    weights = [sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)) for layer in layers]
-    # The products of a mixture's experts, in bf16 or FP8, take longer than the launches.
-    has_experts = any(p.dim() > 2 for layer in layers for p in layer.parameters())
+    # By the widths: a parameter that ZeRO-3 partitions is empty, and one in 4 bits has half as many numbers.
+    linear = [[m for m in layer.modules() if isinstance(m, nn.Linear)] for layer in layers]
+    weights = [sum(m.in_features * m.out_features for m in own) for own in linear]
+    # The products of a mixture's experts, in bf16 or FP8, take longer than the launches. Weights of convolutions have
+    # three dimensions, too, but few numbers in the last.
+    shapes = [getattr(p, "ds_shape", p.shape) for layer in layers for p in layer.parameters()]
+    has_experts = any(len(shape) == 3 and shape[0] > 1 and min(shape[1:]) >= ALIGNMENT for shape in shapes)
     return 0 if has_experts else math.ceil(LEAST_WORK / max([1, *weights]))
 
 

@@ -21,6 +21,7 @@ from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward,
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import read_groups
 from tigon.fusion.fp8.adapters import count_base
+from tigon.fusion.fp8.layers import drop_copies
 from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.head import get_head
 from tigon.fusion.parts.lora_layers import (
@@ -204,6 +205,8 @@ class Adapters(Part):
                 self._fuse_children(site, parent, children)
 
     def _fuse_children(self, site: Site, parent: nn.Module, children: dict[str, nn.Module]) -> None:
+        # FP8 copies of plain layers would outlive a merge, which gives the weights no new version.
+        drop_copies(site.find_patch(parent))
         ours = []
         for name, layer in children.items():
             patch = site.find_patch(layer)
@@ -211,8 +214,7 @@ class Adapters(Part):
             base: Any = layer.base_layer
             own = site.find_patch(base)
             if own is not None and own.part is not None and own.part.kind == "fp8":
-                # FP8 copies of a plain layer would outlive a merge, which gives the weight no new version.
-                restore(base)
+                restore(base)  # with the copies
             reason = lasting_reason(layer) or (None if there else site.why_not(layer))
             if reason is None or there:
                 ours.append(name)

@@ -151,6 +151,8 @@ class FP8Part(Part):
         layers = [parent._modules[name] for name in state.names]
         kept = why_not_released([m.base_layer for m in layers], shared)
         install_bases(state, layers, is_released=state.may_release and not kept)
+        for base in (m.base_layer for m in layers if state.replaced is not None):
+            site.track(base)
         what = f"{', '.join(state.names)}: frozen under adapters"
         if state.may_release:
             what += f"; kept, since {kept}" if kept else "; released: remove() gives the weights as rounded to FP8"

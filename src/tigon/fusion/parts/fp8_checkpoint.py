@@ -20,6 +20,8 @@ from tigon.kernels import autocast_dtype
 from tigon.kernels.autograd import is_traced
 from tigon.ops.fp8.frozen_checkpoint import StoredFP8, multiply_frozen
 
+CALLER = "it was called by torch.compile, by a trace or transform, or with keywords"
+
 
 class FP8Checkpoint(Part):
     """The linear layers that transformers loads in FP8."""
@@ -45,10 +47,15 @@ class FP8Checkpoint(Part):
 
 def stored_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
-    if not patch.ledger.active or kwargs or len(args) != 1 or torch.compiler.is_compiling() or is_functorch_active():
+    if not patch.ledger.active:
+        return plain_forward(self, *args, **kwargs)
+    if kwargs or len(args) != 1 or torch.compiler.is_compiling() or is_functorch_active():
+        for x in (*args, *kwargs.values()):
+            check_gradient(self, x, CALLER)
         return plain_forward(self, *args, **kwargs)
     x = as_tensor(args[0])
     if is_traced(x) or not x.dim() or not x.dtype.is_floating_point or x.shape[-1] != self.in_features:
+        check_gradient(self, x, CALLER)
         return plain_forward(self, x)
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
     weight = read_stored(self, x, dtype)

@@ -63,9 +63,13 @@ class ReplacedWeights:
 
     def give_back(self) -> list[nn.Parameter]:
         """The parameters, which now hold the weights as rounded."""
-        for i, p in enumerate(self.parameters):
+        return [self.give_one_back(i) for i in range(len(self.parameters))]
+
+    def give_one_back(self, i: int) -> nn.Parameter:
+        p = self.parameters[i]
+        if p.shape[0] != self.sizes[i]:
             p.data = self.dequantize(i)
-        return self.parameters
+        return p
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +100,10 @@ class ReplacedWeight(nn.Parameter):
 
     def dequantize(self) -> Tensor:
         return self.source.dequantize(self.position)
+
+    def give_back(self) -> nn.Parameter:
+        """The parameter in whose place this one stands."""
+        return self.source.give_one_back(self.position)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

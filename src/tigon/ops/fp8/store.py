@@ -11,11 +11,12 @@ has its memory, as long as each step has several micro-batches. A checkpoint's s
 pass, and does not count. On a GPU half as much memory as torch has reserved must be free: weights and gradients take 4
 bytes a parameter or more, the copies take 2.
 
-A weight has changed if another tensor, other memory or another version stands in its place. In-place edits and
-`load_state_dict` give a parameter a new version; writes through `parameter.data` do not. Fused optimizers give none
-either, so a trainable weight counts as changed after each step of any optimizer. A part of a larger buffer, as some
-optimizers lay out all parameters, is always quantised anew. The largest magnitude is kept by the same rule under every
-policy, so that several micro-batches measure it once.
+A weight has changed if another tensor, other memory or another version stands in its place, or if it is frozen or
+trained since: PEFT freezes weights before it merges adapters into them. In-place edits and `load_state_dict` give a
+parameter a new version; writes through `parameter.data` do not. Fused optimizers give none either, so a trainable
+weight counts as changed after each step of any optimizer. A part of a larger buffer, as some optimizers lay out all
+parameters, is always quantised anew. The largest magnitude is kept by the same rule under every policy, so that several
+micro-batches measure it once.
 
 In a CUDA graph no rule of the host runs in a replay: while a graph is captured, trainable weights are measured and
 quantised by the graph itself, in each replay. A replay may also change them, so from then on calls outside the graph
@@ -172,7 +173,7 @@ class Copies:
 
 
 def _mark(p: Tensor) -> tuple[int, int, int] | None:
-    """A parameter's address, version and steps, if it trains; None for an inference tensor, which has no version."""
+    """A parameter's address, version, and steps if it trains or −1; None for an inference tensor, which has no version."""
     return None if p.is_inference() else (p.data_ptr(), p._version, _steps if p.requires_grad else -1)
 
 
