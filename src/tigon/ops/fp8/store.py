@@ -173,7 +173,7 @@ class Copies:
 
 
 def _mark(p: Tensor) -> tuple[int, int, int] | None:
-    """A parameter's address, version, and steps if it trains or −1; None for an inference tensor, which has no version."""
+    """A parameter's address, version, and steps if it trains; None for an inference tensor, which has no version."""
     return None if p.is_inference() else (p.data_ptr(), p._version, _steps if p.requires_grad else -1)
 
 
