@@ -113,7 +113,10 @@ def test_errors_are_the_recipes(kind, keep, dtype, backend, device):
     for i, (a, b, e) in enumerate(zip(ours, theirs, exact, strict=True)):
         assert a.shape == e.shape
         assert error(b, e) > 0.005  # the recipe rounds
-        assert error(a, b) <= 0.25 * error(b, e), (i, error(a, b), error(b, e))
+        assert error(a, e) <= 1.05 * error(b, e), (i, error(a, e), error(b, e))
+        # The sums of a GPU's tensor cores put numbers near a tie on the other side, in every later rounding.
+        near = 0.4 if device.type == "cuda" else 0.25
+        assert error(a, b) <= near * error(b, e), (i, error(a, b), error(b, e))
         assert error(a, e) <= (1.3 if kind == "one token" else 1.04) * error(b, e) + 3e-3, i
 
 
