@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from tigon.cli.problem import Problem, is_disk_full, is_out_of_memory, needs
+from tigon.cli.problem import Problem, count_processes, is_disk_full, is_out_of_memory, needs, one_line
 from tigon.cli.signals import catch_sigterm, get_signal
 from tigon.files import DamagedFileError
 
@@ -70,8 +70,9 @@ def _explain(error: Any) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
         return 2
-    if isinstance(error, RuntimeError) and ("closed by peer" in str(error) or "reset by peer" in str(error)):
-        _say(f"another process of this run has ended, and its own message says why ({str(error).splitlines()[0]})")
+    is_cut = isinstance(error, RuntimeError) and ("closed by peer" in str(error) or "reset by peer" in str(error))
+    if is_cut and count_processes() > 1:
+        _say(f"another process of this run has ended; the message of that process says why ({one_line(error)})")
         return 2
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib before Python 3.13
         _say(str(error))

@@ -21,7 +21,7 @@ class Problem(Exception):
     Args:
         sentence: what is wrong, and what is expected.
         code: the exit status; 2 for a wrong input, 1 for a wrong result.
-        is_own: other processes of the same run may have another problem, so each of them prints its own.
+        is_own: every process of the run prints this problem, since other processes may have other problems.
     """
 
     def __init__(self, sentence: str, code: int = 2, *, is_own: bool = False) -> None:
