@@ -508,8 +508,8 @@ def test_compiles_whole_and_dynamic(op: Op, backend, device, compiler):
     compiled = torch.compile(lambda *a: op.public(*a, **case.options), fullgraph=True, dynamic=True, backend=compiler)
     first, *rest = case.shape
     graphs = []
-    # Inductor's functions on a GPU are coarser than torch's: its compilation of torch code is measured by its own
-    # compilation of the plain formula.
+    # Inductor's exponential on a GPU is coarser than torch's, so torch code that Inductor compiles is measured by the
+    # plain formula that Inductor compiles.
     eager = op.eager
     if backend == "torch" and device.type == "cuda":
         eager = torch.compile(lambda *a, **_: op.eager(*a, **case.options), dynamic=True)

@@ -32,14 +32,14 @@ def draw_weights(device, sizes=SIZES, width=K, dtype=torch.bfloat16):
     return [Parameter(draw(n, width, device=device, dtype=dtype, size=0.1), requires_grad=False) for n in sizes]
 
 
-def stack_of(weights, released=False):
+def make_stack(weights, released=False):
     if not released:
         return FrozenStack(JointWeight("auto").read(weights), weights)
     replaced = ReplacedWeights([Parameter(w.clone(), requires_grad=False) for w in weights])
     return FrozenStack(replaced, [replaced.stand_in(i) for i in range(len(weights))])
 
 
-def adapters_of(stack, device, rank=4, zero=False, biased=False, dropout=0.0, dtype=torch.bfloat16):
+def make_adapters(stack, device, rank=4, zero=False, biased=False, dropout=0.0, dtype=torch.bfloat16):
     """An adapter on each layer of a stack. zero: B is zero, so that nothing but the frozen product is left."""
     layers = []
     for i, w in enumerate(stack.parameters):
@@ -59,7 +59,7 @@ def test_results_and_input_gradients_are_those_of_the_trained_path(device, relea
     ys = multiply(x, JointWeight("use"), trained, [None] * 3, Products())
     dys = [draw(M, n, device=device) for n in SIZES]
     (dx,) = torch.autograd.grad(ys, x, dys)
-    layers = adapters_of(stack_of(weights, released), device, zero=True)
+    layers = make_adapters(make_stack(weights, released), device, zero=True)
     found = lora_linear(x, layers)
     assert all(torch.equal(y, wanted) for y, wanted in zip(found, ys, strict=True))
     # The reference multiplies the layers' gradients one by one, and sums in bf16.
@@ -71,7 +71,7 @@ def test_results_and_input_gradients_are_those_of_the_trained_path(device, relea
 def test_layers_without_a_gradient_take_no_part(device, given):
     weights = draw_weights(device)
     x = draw(M, K, device=device).requires_grad_()
-    ys = lora_linear(x, adapters_of(stack_of(weights), device, zero=True))
+    ys = lora_linear(x, make_adapters(make_stack(weights), device, zero=True))
     dys = [draw(M, SIZES[i], device=device) for i in given]
     (dx,) = torch.autograd.grad([ys[i] for i in given], x, dys)
     dy = torch.cat([dy.double() for dy in dys], 1)
@@ -96,7 +96,7 @@ def formula(x, layers, weights):
 def test_adapters_and_biases_stand_beside_the_frozen_product(device, dtype):
     weights = draw_weights(device)
     x = draw(M, K, device=device).requires_grad_()
-    layers = adapters_of(stack_of(weights), device, biased=True, dtype=dtype)
+    layers = make_adapters(make_stack(weights), device, biased=True, dtype=dtype)
     ys = lora_linear(x, layers)
     wanted = formula(x, layers, weights)
     assert all(error(y, w) < 5e-3 for y, w in zip(ys, wanted, strict=True))
@@ -112,7 +112,7 @@ def test_adapters_and_biases_stand_beside_the_frozen_product(device, dtype):
 def test_dropout_draws_masks_for_the_adapters_alone(device):
     weights = draw_weights(device)
     x = draw(M, K, device=device).requires_grad_()
-    layers = adapters_of(stack_of(weights), device, dropout=0.25)
+    layers = make_adapters(make_stack(weights), device, dropout=0.25)
     dense = [layer._replace(weight=w) for layer, w in zip(layers, weights, strict=True)]
     dys = [draw(M, n, device=device) for n in SIZES]
     found = []
@@ -133,14 +133,14 @@ def test_x_is_quantised_once_for_layers_that_share_it(device, monkeypatch, backe
         return quantize_rows(*tensors)
 
     monkeypatch.setitem(adapter_products.QUANTIZERS, None, count)
-    lora_linear(draw(M, K, device=device), adapters_of(stack_of(draw_weights(device)), device))
+    lora_linear(draw(M, K, device=device), make_adapters(make_stack(draw_weights(device)), device))
     assert calls == [1]
 
 
 def test_other_dtypes_take_the_dense_weight(device):
     weights = draw_weights(device, dtype=torch.float32)
     x = draw(M, K, device=device, dtype=torch.float32)
-    layers = adapters_of(stack_of(weights), device, dtype=torch.float32)
+    layers = make_adapters(make_stack(weights), device, dtype=torch.float32)
     dense = [layer._replace(weight=w) for layer, w in zip(layers, weights, strict=True)]
     assert all(map(torch.equal, lora_linear(x, layers), lora_linear(x, dense)))
 
@@ -152,8 +152,8 @@ def test_gated_units_are_as_their_layers_one_by_one(device, run, released, backe
         pytest.skip("tiles need the kernels")
     up = draw_weights(device, (96, 96))
     down = draw_weights(device, (K,), 96)
-    stacks = stack_of(up, released), stack_of(down, released)
-    layers = (*adapters_of(stacks[0], device), *adapters_of(stacks[1], device))
+    stacks = make_stack(up, released), make_stack(down, released)
+    layers = (*make_adapters(stacks[0], device), *make_adapters(stacks[1], device))
     rows = 270 if run is tiled_lora_mlp else M  # three tiles
     x, dy = draw(rows, K, device=device).requires_grad_(), draw(rows, K, device=device)
     inputs = [x, *(t for layer in layers for t in (layer.a, layer.b))]
@@ -245,8 +245,8 @@ def test_weights_are_transposed_once_for_all_tiles(device, monkeypatch):
         lambda self, parameters, read=ReplacedWeights.read_transposed: (calls.append(1), read(self, parameters))[1],
     )  # fmt: skip
     with tigon.use_backend("triton"):
-        up, down = stack_of(draw_weights(device, (96, 96)), True), stack_of(draw_weights(device, (K,), 96), True)
-        layers = (*adapters_of(up, device), *adapters_of(down, device))
+        up, down = make_stack(draw_weights(device, (96, 96)), True), make_stack(draw_weights(device, (K,), 96), True)
+        layers = (*make_adapters(up, device), *make_adapters(down, device))
         x = draw(270, K, device=device).requires_grad_()
         y = tiled_lora_mlp(x, layers, tile_bytes=1)  # three tiles
         y.backward(torch.ones_like(y))

@@ -143,7 +143,7 @@ def why_base_unfit(layer: Any, together: Sequence[Any]) -> str:
     """
     base = layer.base_layer
     if type(base) is not nn.Linear:
-        return f"its base layer is a {type(base).__name__}, which multiplies in its own way"
+        return f"its base layer is a {type(base).__name__}, whose product is that layer's own code"
     if base.weight.requires_grad:
         return "its base layer's weight is trained"
     if type(base.weight) is ReplacedWeight:
