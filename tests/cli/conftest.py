@@ -74,6 +74,8 @@ def together(forks):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        # A barrier of accelerate names a GPU for each process, also on the CPU.
+        address["CUDA_VISIBLE_DEVICES"] = ""
         ranks = [(*arguments, *(others or {}).get(rank, ())) for rank in range(world)]
         ranks = [[*map(str, given)] for given in ranks]
         return Result(forks.run(ranks, environment(**address, **changes), cwds=cwds))

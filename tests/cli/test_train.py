@@ -4,8 +4,10 @@ import json
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from command import losses
 
 from tigon.cli.checkpoint import find_checkpoints, find_defect, find_newest, lock_folder
@@ -266,6 +268,17 @@ def test_a_process_that_fails_alone_says_why(together, checkpoint, text, tmp_pat
     assert failed.code == 2, failed.err
     assert "tigon, process 1: --task sft: KeyError: 'nowhere'" in failed.err
     assert "Traceback" not in failed.err
+
+
+def test_more_processes_on_the_cpu_than_gpus_are_refused(monkeypatch):
+    from tigon.cli.problem import Problem
+    from tigon.cli.train.run import check_devices
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Problem, match="2 processes fails beside 1 visible GPU: hide the GPUs"):
+        check_devices(SimpleNamespace(use_cpu=True, world_size=2))
+    check_devices(SimpleNamespace(use_cpu=True, world_size=1))
+    check_devices(SimpleNamespace(use_cpu=False, world_size=2))
 
 
 @pytest.mark.gpu

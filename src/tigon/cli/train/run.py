@@ -39,6 +39,7 @@ def run(options: TrainOptions) -> None:
     """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended the run."""
     output = Path(options.trainer.output_dir).expanduser().resolve()
     options.trainer.output_dir = str(output)
+    check_devices(options.trainer)
     with contextlib.ExitStack() as stack:
         checkpoint = find_checkpoint(output, options.trainer.resume_from_checkpoint)
         # Before the model is loaded, so that the checkpoint stays the newest.
@@ -63,6 +64,17 @@ def run(options: TrainOptions) -> None:
         if trainer.args.world_size > 1:  # a process that ends earlier would break the connections of the others
             trainer.accelerator.wait_for_everyone()
             trainer.accelerator.end_training()
+
+
+def check_devices(arguments: Any) -> None:
+    """Raise Problem for --use_cpu with more processes than GPUs: accelerate's barriers name a GPU for each process."""
+    gpus = torch.cuda.device_count()
+    if arguments.use_cpu and 0 < gpus < arguments.world_size:
+        beside = f"{gpus} visible GPU{'s' if gpus > 1 else ''}"
+        raise Problem(
+            f"--use_cpu with {arguments.world_size} processes fails beside {beside}: hide the GPUs by the environment "
+            "variable CUDA_VISIBLE_DEVICES="
+        )
 
 
 def find_checkpoint(output: Path, wanted: str | None) -> str | None:
