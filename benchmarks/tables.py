@@ -238,15 +238,22 @@ ADAPTER_SIDES = {
 }  # fmt: skip
 
 
-def make_adapter_table() -> str:
-    """Tokens/s and peak memory of one step with adapters."""
+FP8_ADAPTER_SIDES = {
+    "tigon": "bf16 base", "tigon-fp8": 'FP8 base, `"keep"`', "tigon-fp8-release": 'FP8 base, `"release"`',
+}  # fmt: skip
+
+
+def make_adapter_table(file: str = "h100-adapters.json", titles: dict[str, str] = ADAPTER_SIDES) -> str:
+    """Tokens/s and peak memory of one step with adapters, of the cases that were measured by several sides."""
     lines = []
-    for by in group_cases([row for row in load("h100-adapters.json")["rows"] if row["measure"] == "speed"]):
+    for by in group_cases([row for row in load(file)["rows"] if row["measure"] == "speed"]):
+        if len(by) == 1:
+            continue
         row, (fast, small) = next(iter(by.values())), find_best(by)
         title = f"{row['model']} {row['batch']}×{row['seq']} {'QLoRA nf4' if row['quantized'] else 'LoRA'}"
         title += f", rank {row['rank']}" * (row["rank"] != 16) + ", checkpointing" * row["checkpointing"]
-        lines.append([title, *(make_cell(by.get(side), None, side in fast, side in small) for side in ADAPTER_SIDES)])
-    return to_markdown(["adapters", *ADAPTER_SIDES.values()], lines)
+        lines.append([title, *(make_cell(by.get(side), None, side in fast, side in small) for side in titles)])
+    return to_markdown(["adapters", *titles.values()], lines)
 
 
 README_TABLES: dict[str, Callable[[], str]] = {
@@ -254,6 +261,7 @@ README_TABLES: dict[str, Callable[[], str]] = {
     "one-gpu": make_one_gpu_table,
     "losses": make_loss_table,
     "adapters": make_adapter_table,
+    "fp8-adapters": lambda: make_adapter_table("h200-fp8-adapters.json", FP8_ADAPTER_SIDES),
 }
 
 
