@@ -50,7 +50,7 @@ from tigon.ops.fp8.mlp import Unit
 from tigon.ops.fp8.norm_rows import norm_rows
 from tigon.ops.fp8.recipe import E4M3, Norm
 from tigon.ops.fp8.rows import MAX_TILE, quantize_rows
-from tigon.ops.fp8.weight import quantize_transposed, quantize_weight
+from tigon.ops.fp8.weight import measure_weights, quantize_transposed, quantize_weight
 from tigon.ops.linear.lora_mlp import lora_mlp
 from tigon.rank.kernels.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
 from tigon.rank.kernels.relu_gradient import relu_gradient
@@ -574,6 +574,7 @@ def fp8_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype, Callab
             yield "fp8_norm_rows", why, x.shape, dtype, call
         amax, parts = torch.empty(()), [torch.empty(4096, N, dtype=dtype), torch.empty(1024, N, dtype=dtype)]
         yield "fp8_weight", "", (5120, N), dtype, functools.partial(quantize_weight, parts, amax)
+        yield "fp8_amax", "", (5120, N), dtype, functools.partial(measure_weights, parts)
         if dtype == torch.bfloat16:  # others are transposed as bytes
             yield "fp8_transposed", "", (5120, N), dtype, functools.partial(quantize_transposed, parts, amax)
 

@@ -60,6 +60,7 @@ WITHOUT_A_ROW = {
     "fp8_blocks": "as fp8_rows: ops/test_fp8_checkpoints.py",
     "fp8_weight": "as fp8_rows: ops/test_fp8_weight.py",
     "fp8_transposed": "as fp8_weight",
+    "fp8_amax": "as fp8_weight",
     "gated_lora_fwd": "a pass inside of lora_mlp: linear/test_lora_mlp.py",
     "dropped_product": "a product inside of lora_linear: ops/test_lora_dropout.py",
     "dropped_outer": "as dropped_product",

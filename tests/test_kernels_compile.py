@@ -135,7 +135,7 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
 @EVERY_PROMISED_TARGET
 def test_fp8_rows_and_weights_are_read_16_bytes_at_a_time(target):
     """Except for a weight's largest magnitude, and rows that begin between 16-byte boundaries."""
-    own = "fp8_rows", "fp8_blocks", "fp8_norm_rows", "fp8_weight", "fp8_transposed"
+    own = "fp8_rows", "fp8_blocks", "fp8_norm_rows", "fp8_amax", "fp8_weight", "fp8_transposed"
     found = [x for x in compiled(target)["launches"] if x["op"] in own]
     assert {x["op"] for x in found} == set(own)
     aligned = [x for x in found if not (x["case"] == "three beside" and x["shape"][-1] % 64)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fp8_recipe import error
 from world import world_of
 
 pytest.importorskip("transformers")
@@ -231,7 +232,9 @@ def read_logits(rank, size, device):
 def test_a_call_in_bf16_multiplies_by_the_rounded_weights(two):
     for (loss, grad), (found, gathered) in two.run(read_logits):
         assert found == loss
-        assert torch.equal(grad, gathered)
+        # Gathered weights lie at other addresses, by which a GPU's library may choose a product that sums in another
+        # order: a rounding to bf16 here and there. Weights that are not rounded to e4m3 give 2e-2.
+        assert torch.equal(grad, gathered) or (grad.is_cuda and error(gathered, grad.double()) < 4e-3)
 
 
 def write_to_weight(rank, size, device):

@@ -101,3 +101,5 @@ def test_operators_are_registered(triton_backend, device):
     parts = draw((16, 32), 48, device)
     for op in (torch.ops.tigon.fp8_weight.default, torch.ops.tigon.fp8_transposed.default):
         torch.library.opcheck(op, (measure_weights(parts), parts), test_utils=("test_schema", "test_faketensor"))
+    amax = torch.ops.tigon.fp8_amax.default
+    torch.library.opcheck(amax, (parts[0], parts[1:]), test_utils=("test_schema", "test_faketensor"))

@@ -19,6 +19,8 @@ def measure_weights(parts: Sequence[Tensor]) -> Tensor:
     weights = [part.detach() for part in parts if part.numel()]
     if not weights:
         return parts[0].new_zeros((), dtype=torch.float32)
+    if use_triton(*weights):
+        return _fp8_amax(weights[0], weights[1:])
     return torch.stack(torch._foreach_norm(weights, torch.inf)).amax().float()
 
 
@@ -43,6 +45,11 @@ def quantize_transposed(parts: Sequence[Tensor], amax: Tensor) -> Weight:
 
 def measure_stack(stack: Tensor) -> Tensor:
     """The largest magnitude of each weight in a stack (E, N, K), (E,) fp32."""
+    if use_triton(stack) and stack.numel():
+        stack = stack.detach().contiguous()
+        found = stack.new_zeros(len(stack), dtype=torch.float32)
+        _launch_amax(stack, found)
+        return found
     amax: Tensor = torch.linalg.vector_norm(stack.detach(), torch.inf, dim=(1, 2))
     return amax.float()
 
@@ -69,6 +76,22 @@ def transpose_stack(stack: Tensor, amax: Tensor) -> Weight:
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
+
+
+# A program: ROUNDS · BLOCK numbers of a weight of `size` numbers. The bits of floats without a sign are ordered as the
+# floats, with NaN above all, and the largest integer is the same in any order.
+#   programs  of a weight: those of the next weight in a stack follow, with their own amax
+@jit
+def _measure_kernel(w_ptr, amax_ptr, size, programs, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+    which = (tl.program_id(0) // programs).to(tl.int64)
+    at = (tl.program_id(0) % programs).to(tl.int64) * (ROUNDS * BLOCK) + tl.arange(0, BLOCK)
+    w_ptr += which * size
+    most = tl.zeros((BLOCK,), dtype=tl.int32)
+    for _ in tl.static_range(ROUNDS):
+        w = tl.load(w_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        most = tl.maximum(most, w.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        at += BLOCK
+    tl.atomic_max(amax_ptr + which, tl.max(most, 0), sem="relaxed")
 
 
 # A program: BLOCK numbers of a weight (N, K) → e4m3, `size` numbers in all. The first programs write the N scales.
@@ -132,6 +155,29 @@ def _transpose_weight_kernel(
 def _transposed_tile() -> tuple[int, int, int]:
     """Words and columns of a tile, and warps: 128 × 128 numbers, read in rows of 256 bytes, written in rows of 128."""
     return 32, 128, 4
+
+
+def _fp8_amax_fake(weight: Tensor, others: list[Tensor]) -> Tensor:
+    return weight.new_empty((), dtype=torch.float32)
+
+
+@launcher(_fp8_amax_fake)
+def _fp8_amax(weight: Tensor, others: list[Tensor]) -> Tensor:
+    amax = weight.new_zeros((), dtype=torch.float32)
+    for part in (weight, *others):
+        _launch_amax(part.contiguous(), amax)
+    return amax
+
+
+def _launch_amax(weight: Tensor, amax: Tensor) -> None:
+    """weight: (N, K) or a stack (E, N, K). amax: 0-d or (E,), zeros."""
+    count, rounds, block = amax.numel(), 4, 4096
+    size = weight.numel() // count
+    programs = cdiv(size, rounds * block)
+    launch(
+        _measure_kernel, (count, size, weight.dtype), (weight, amax.view(torch.int32)),
+        lambda: (count * programs, (size, programs, rounds, block), {"num_warps": 4}),
+    )  # fmt: skip
 
 
 def _fp8_weight_fake(amax: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
