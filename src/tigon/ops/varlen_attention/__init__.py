@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, is_concrete
+from tigon.kernels import autocast_device, autocast_dtype, is_concrete, use_triton
 from tigon.ops.example import Example
 from tigon.ops.prefix_attention.checks import check_attention
 from tigon.ops.targets import CHECKS
+from tigon.ops.varlen_attention.launches import varlen_attention_launch
 from tigon.ops.varlen_attention.reference import varlen_attention_reference
 
 __all__ = ["varlen_attention", "varlen_attention_reference"]
@@ -70,7 +71,10 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float | None, window: int | None, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return varlen_attention_reference(q, k, v, offsets, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if not use_triton(q, k, v, sinks):
+        return varlen_attention_reference(q, k, v, offsets, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return varlen_attention_launch(q, k, v, offsets, sinks, scale, softcap, window)
 
 
 def _check(
