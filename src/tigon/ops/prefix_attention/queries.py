@@ -188,7 +188,8 @@ def _attend_kernel(
                 keep = (i + j)[None, :] > (token - (0 if window is None else window))[:, None]
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
         if DOCUMENT:
-            for i in range(n, stop, BLOCK_N):
+            i = n
+            while i < stop:
                 inside = i + j < stop
                 k = load_block(k_ptr + tl.cast(i, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
                 v = load_block(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
@@ -196,6 +197,7 @@ def _attend_kernel(
                 if window is not None:
                     keep = keep & ((i + j)[None, :] > (token - window)[:, None])
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
+                i += BLOCK_N
         else:
             while n < stop:
                 own = tl.load(first_ptr + n)

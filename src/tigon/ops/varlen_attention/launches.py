@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import SymInt, differentiable, launcher
+from tigon.kernels import differentiable, launcher
 from tigon.kernels.tiles.constants import LOG2E
 from tigon.ops.prefix_attention.launches import (
     choose_tile,
@@ -46,9 +46,7 @@ def _varlen_attention_fwd_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 @launcher(_varlen_attention_fwd_fake, rest=_OPTIONS)
-def _varlen_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor]:
+def _varlen_attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     tiles, documents, *scores_ = others
     scores = tuple(scores_)
     q, k, v = unit_strides(q, k, v)

@@ -30,7 +30,8 @@ KINDS = ("forward", "queries", "keys")
 
 @jit
 def _count_tiles(offsets_ptr, first, B, count, size, DOCUMENTS: tl.constexpr):
-    """Return the documents from `first` on, the number of tiles of each, and whether offsets descend or leave 0..count."""
+    """Return the documents from `first` on, the tile count of each, and how many documents end before they start, or
+    lie outside of 0..count."""
     document = first + tl.arange(0, DOCUMENTS)
     start = tl.load(offsets_ptr + document, mask=document < B, other=count)
     stop = tl.load(offsets_ptr + document + 1, mask=document < B, other=count)
@@ -39,7 +40,8 @@ def _count_tiles(offsets_ptr, first, B, count, size, DOCUMENTS: tl.constexpr):
 
 
 # One program makes ENTRIES entries of one of three tables, for tiles of `forward`, `queries` and `keys` tokens.
-# offsets (B + 1,) int. tiles (3, rows, 6) int32: start and stop, range of the document, twice whether offsets are wrong.
+# offsets (B + 1,) int. tiles (3, rows, 6) int32: start and stop, range of the document, and twice
+# whether offsets are wrong.
 #
 # The program takes the tiles at its numbers in the order of the documents, and finds the place of each in the order of
 # falling work. Tiles are alike in work if they have as many other tiles of their document to read, their level: for
@@ -79,7 +81,7 @@ def _tiles_kernel(
         place += tl.where(live, tl.sum(above + alike.to(tl.int32), 1), 0)
     end = tl.where(right, end, count)
     level = tl.where(right, level, number)
-    live = live | (wrong > 0)
+    live = live | ((wrong > 0) & (number < tl.cdiv(count, size)))
     index = tl.where(table == 2, tl.cdiv(end - begin, size) - 1 - level, level)
     start = begin + index * size
     stop = tl.where(live, tl.minimum(start + size, end), 0)
