@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -147,5 +145,4 @@ def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, int, int]) -> Tens
 
 def slice_tiles(tiles: Tensor, kind: str, count: int, size: int, documents: int) -> Tensor:
     """Return the entries of one table that can be filled, (n, 6)."""
-    found: Any = tiles[KINDS.index(kind), : count // size + documents]
-    return found
+    return tiles[KINDS.index(kind), : count // size + documents]
