@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from zoo import BASE, build  # noqa: E402
 
 from tigon.fusion.documents import attention  # noqa: E402
-from tigon.fusion.documents.recognize import find_leaks  # noqa: E402
+from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5)
 # Windows, softcaps, sinks, latent attention, learned positions, a model inside another.

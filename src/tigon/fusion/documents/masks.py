@@ -1,9 +1,8 @@
 """Masks for packed batches, not built unless read; and the decoder's forward that hands these masks to its layers.
 
-transformers' decoders make their masks by two functions, and the rewritten forward sees others under the same names. In a
-packed call these return a `PackedMask`, which knows the documents and the window. Layers pass the mask on like any mask,
-through checkpoints too. Attention that Tigon rewrote reads the documents from the mask. All other code gets the dense
-mask.
+transformers' decoders make their masks by two functions. The rewritten forward sees others under the same names, which
+return a `PackedMask` in a packed call: the documents and the window. Layers pass this mask on like any mask, through
+checkpoints too. Attention that Tigon rewrote reads the documents from the mask. All other code gets the dense mask.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class PackedForward:
     """Runs a decoder's packed calls.
 
     forward: the decoder's forward, rewritten by `make_globals`. keys: the ledger's keys for the decoder's attention.
-    defers: whether all attention in the decoder reads a `PackedMask`; else the masks are built, and keep documents apart.
+    defers: whether all attention in the decoder reads a `PackedMask`; else the dense masks keep documents apart.
     """
 
     forward: Callable[..., Any]

@@ -12,9 +12,8 @@ from torch import Tensor
 from tigon.fusion.engine.patch import is_functorch_active
 from tigon.kernels.graph_capture import is_captured
 
-
-# Arguments of calls that are not packed: of a decoder beside an encoder, of continuous batching, whose offsets count the
-# tokens of running requests, and of a `tigon.SharedPrefixBatch`.
+# Arguments of calls that are not packed: a decoder's beside an encoder, continuous batching's, where offsets count the
+# tokens of running requests, and a `tigon.SharedPrefixBatch`'s.
 ELSEWHERE = ("encoder_hidden_states", "cache", "block_table", "shared_prefix")
 
 
