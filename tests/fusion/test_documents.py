@@ -1,6 +1,7 @@
 """Packed batches in fused models: what separate documents give, without a dense mask, in families of models."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -385,3 +386,14 @@ LEAKS = {
 @pytest.mark.parametrize("leak", LEAKS)
 def test_leaks_are_named(leak):
     assert find_leaks(LEAKS[leak]()) == [leak]
+
+
+def test_a_model_with_leaks_warns_at_its_first_packed_batch():
+    model = _falcon_h1()
+    with tigon.fuse(model) as fusion:
+        with pytest.warns(UserWarning, match=r"nothing tells layers.0.mamba \(FalconH1Mixer\) where a document begins"):
+            model(**pack(documents()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**pack(documents()))
+        assert fusion.report().calls["documents"] == 1  # its attention keeps them apart

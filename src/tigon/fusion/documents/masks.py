@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,17 +44,19 @@ class PackedMask(Deferred):
         return self.dense
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PackedForward:
     """Runs a decoder's packed calls.
 
     forward: the decoder's forward, rewritten by `make_globals`. keys: the ledger's keys for the decoder's attention.
     defers: whether all attention in the decoder reads a `PackedMask`; else the dense masks keep documents apart.
+    find_leaks: names the modules that do not; called once, at the first packed call.
     """
 
     forward: Callable[..., Any]
     keys: tuple[str, ...]
     defers: bool
+    find_leaks: Callable[[Any], list[str]] | None
 
     def __call__(self, ledger: Ledger, module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         code = inspect.unwrap(self.forward).__code__
@@ -64,6 +67,7 @@ class PackedForward:
         try:
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
+                self._warn_of_leaks(module)
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.positions
@@ -73,6 +77,16 @@ class PackedForward:
             return run(*args, **kwargs)
         finally:
             _running.call = outer
+
+    def _warn_of_leaks(self, module: Any) -> None:
+        find, self.find_leaks = self.find_leaks, None
+        leaks = [] if find is None else find(module)
+        if leaks:
+            warnings.warn(
+                f"fuse: a packed batch came to {type(module).__name__}, whose documents may read one another: nothing "
+                f"tells {', '.join(leaks[:3])}{' and others' * (len(leaks) > 3)} where a document begins.",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ class DocumentsPart(Part):
         if "transformers" not in sys.modules:
             return
         # Imported only here, and only for models of transformers.
+        from tigon.fusion.documents.leaks import find_leaks
         from tigon.fusion.documents.masks import PackedForward, make_globals, makes_masks
         from tigon.fusion.documents.recognize import list_attention
 
@@ -46,7 +47,7 @@ class DocumentsPart(Part):
             if not layers and not inside:
                 site.record_skipped(self, decoder, NO_REGISTRY)
             all_read = bool(layers) and len(keys) == len(layers)
-            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read)
+            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read, find_leaks)
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
