@@ -67,7 +67,7 @@ def attend(
         value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     o = varlen_attention(
-        q, k, v, documents.offsets, scale=options.get("scaling"), window=attention_mask.window,
+        q, k, v, documents.get_offsets(q.device), scale=options.get("scaling"), window=attention_mask.window,
         softcap=options.get("softcap"), sinks=options.get(SINKS),
     )  # fmt: skip
     if patch is not None:
@@ -89,6 +89,8 @@ def _why_dense(
     for option, given in options.items():
         if isinstance(given, Tensor) and option not in HARMLESS and option != SINKS:
             return f"attention takes {option}"
+    if any(hasattr(t, "device_mesh") for t in (q, k, v, options.get(SINKS))):
+        return "attention takes DTensors"
     if q.shape[-1] > WIDEST or v.shape[-1] > k.shape[-1]:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers do not fit"
     if not q.dtype == k.dtype == v.dtype:

@@ -25,6 +25,13 @@ class Documents:
 
     def __init__(self, offsets: Tensor, shape: tuple[int, int]) -> None:
         self.offsets, self.shape = offsets, shape
+        self._copies = {offsets.device: offsets}
+
+    def get_offsets(self, device: torch.device) -> Tensor:
+        """The offsets on a device: layers may be spread over several."""
+        if device not in self._copies:
+            self._copies[device] = self.offsets.to(device)
+        return self._copies[device]
 
     @functools.cached_property
     def positions(self) -> Tensor:
