@@ -134,7 +134,7 @@ def list_names(code: types.CodeType) -> set[str]:
 def get_implementation(config: Any) -> str | None:
     """The attention that a configuration names, also where prefixes can be shared."""
     name = config._attn_implementation
-    return name.previous if isinstance(name, Shared) else name  # type: ignore[no-any-return]
+    return name.previous if isinstance(name, Shared) else name
 
 
 def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
