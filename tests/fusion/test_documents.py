@@ -332,6 +332,29 @@ def test_dropout_runs_the_configured_attention_with_a_mask():
     assert "varlen_attention. Did not run: attention has dropout 0.5" in text
 
 
+def test_attention_weights_come_from_eager_attention():
+    model, batch = build("llama"), without_offsets(pack(documents()))
+    model.config._attn_implementation = "eager"
+    want = model(**batch, use_cache=False, output_attentions=True).attentions
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        got = model(**batch, output_attentions=True).attentions
+        assert all(map(torch.equal, got, want))
+        assert [row.idle for row in rows_of(fusion)] == ["attention weights were asked for"]
+
+
+def test_hooks_that_move_inputs_move_no_mask(llama, want, no_masks):
+    """As those of models that are spread over devices do."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def move(module, args, kwargs):
+        return args, accelerate.utils.send_to_device(kwargs, "cpu")
+
+    hook = llama.model.layers[1].register_forward_pre_hook(move, with_kwargs=True)
+    with tigon.fuse(llama):
+        torch.testing.assert_close(llama(**pack(documents())).loss, want[0])
+    hook.remove()
+
+
 def _doge():
     return T.DogeForCausalLM(T.DogeConfig(**BASE))
 
