@@ -190,6 +190,18 @@ def test_beside_other_options(options, llama, want, no_masks):
         assert fusion.report().calls["documents"] == 2
 
 
+def test_fully_sharded(process_group, want, no_masks):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    mesh = process_group.device_mesh.init_device_mesh("cpu", (1,))
+    model = build("llama")
+    tigon.fuse(model)
+    for layer in model.model.layers:
+        fsdp.fully_shard(layer, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    model(**pack(documents())).loss.backward()
+    assert_close({name: p.grad.full_tensor() for name, p in model.named_parameters()}, want[1], 1e-5)
+
+
 def test_shared_prefixes_keep_their_layout(llama):
     """Their positions restart too."""
     rows = documents()
