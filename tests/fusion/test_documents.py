@@ -367,8 +367,17 @@ def test_hooks_that_move_inputs_move_no_mask(llama, want, no_masks):
     hook.remove()
 
 
-def _doge():
-    return T.DogeForCausalLM(T.DogeConfig(**BASE))
+def _reads_masks():
+    """A model whose layers compute with the mask."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(_clone_mask, with_kwargs=True)
+    return model
+
+
+def _clone_mask(layer, args, kwargs):
+    mask = kwargs["attention_mask"]
+    return args, {**kwargs, "attention_mask": mask if mask is None else mask.clone()}
 
 
 def _gptj():
@@ -378,7 +387,10 @@ def _gptj():
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(_doge, "the model itself reads the mask"), (_gptj, "no causal attention in it uses transformers' registry")],
+    [
+        (_reads_masks, "the model itself reads the mask"),
+        (_gptj, "no causal attention in it uses transformers' registry"),
+    ],
 )
 def test_attention_that_cannot_has_the_dense_mask(make, why):
     torch.manual_seed(0)
