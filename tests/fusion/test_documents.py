@@ -120,6 +120,17 @@ def test_positions_that_restart_tell_the_documents(llama, want, no_masks):
     torch.testing.assert_close(loss, want[0])
 
 
+def test_positions_of_text_and_images_tell_the_documents(request):
+    """Four rows of positions: the text's, and three that rotate."""
+    model, rows = build("qwen2_5_vl"), documents()
+    batch = without(without_offsets(pack(rows)), "labels")
+    want = torch.cat([model(row[None]).logits[0] for row in rows])
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(model):
+        four = {**batch, "position_ids": batch["position_ids"].expand(4, 1, -1)}
+        torch.testing.assert_close(model(**four).logits[0], want)
+
+
 def test_offsets_alone_give_the_positions(request):
     """Learned positions count from the start of a document, where transformers would count on."""
     model, rows = build("gpt2"), documents()
