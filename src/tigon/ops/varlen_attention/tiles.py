@@ -126,7 +126,8 @@ def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor:
     """Return the tables for tiles of `sizes` tokens, (3, rows, 6) int32, in the order of KINDS.
 
     Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
-    capture would hold the documents of then, and later calls would find tables that a replay overwrites.
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
+    merges equal calls in its graph.
     """
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
         return _varlen_tiles(offsets, count, *sizes)
