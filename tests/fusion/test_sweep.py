@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("transformers")
-from sweep import classes, examine, one_line
+from sweep import classes, examine, examine_packs, one_line
 
 from tigon.fusion.parts import mlp, norm
 
@@ -22,7 +22,7 @@ def test_a_class_of_the_sample_is_fused_or_says_why_not(name):
     reasons = [kind for kind, *_ in row["left"] if kind == "head"] + list(row["logits_built_by"])
     # Classifiers of sound have a few dozen classes and the CTC loss: there is no head of words to fuse.
     assert row["calls"].get("head") or reasons or name.endswith("ForCTC"), one_line(name, row)
-    ran = {kind for kind, *_ in row["fused"]} - {"head"} - OF_TOWERS.get(name, set())
+    ran = {kind for kind, *_ in row["fused"]} - {"head", "documents"} - OF_TOWERS.get(name, set())
     assert ran <= set(row["calls"]), "parts are fused that never run"
 
 
@@ -60,3 +60,18 @@ def test_the_sweep_sees_a_trace_that_stays_behind(monkeypatch):
     row = examine("LlamaForCausalLM")
     assert row["status"] == "wrong"
     assert "remove() left something" in row["why"]
+
+
+# Masks made in lambdas, beside ones that the model makes, and read by type; layers that pass no keyword arguments on.
+PACKS = {
+    "Dots1ForCausalLM": "equal", "BioGptForCausalLM": "equal", "StableLmForCausalLM": "equal",
+    "GPTNeoForCausalLM": "equal", "DeepseekV4ForCausalLM": "leaks", "JambaForCausalLM": "leaks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_documents_stay_apart_or_a_leak_is_named(name):
+    row = examine_packs(name)
+    if row["status"] == "not run":
+        pytest.skip(row["why"])
+    assert row["status"] == PACKS[name], one_line(name, row)

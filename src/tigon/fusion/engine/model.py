@@ -91,6 +91,7 @@ def fuse(
             "fp8_base": run the frozen linear layers that transformers loads in FP8, with the gradient of their input.
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.
+            "documents": run the attention of packed batches inside each document, without a dense mask.
         where: (name, module) → whether fuse may replace the module's forward; the name as in
             `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": a
@@ -197,15 +198,16 @@ class Fusion:
             key = kind, record.keys.get(row, row)
             calls = ledger.calls[key]
             advice = what.advice if isinstance(what, Reason) else ""
-            why = ledger.fallbacks.get(key)
-            idle = "; ".join(why) if why else NOT_CALLED if fused and ledger.steps and not calls else ""
+            idle = "; ".join(ledger.fallbacks.get(key, ()))
+            if not idle and fused and ledger.steps and not calls:
+                idle = next((part.idle for part in select_parts({kind})), NOT_CALLED)
             rows.append(Row(kind, name, count, fused, str(what), calls, advice, idle))
         parts = select_parts({row.kind for row in rows if row.fused})
         return Report(
             model=self._name,
             active=ledger.active,
             rows=sorted(rows, key=lambda row: not row.fused),
-            kinds=list(dict.fromkeys(part.kind for part in parts)),
+            kinds=list(dict.fromkeys(p.kind for p in parts if totals[p.kind] or p.idle == NOT_CALLED)),
             under_compile=[part.compiled for part in parts if part.compiled],
             steps=ledger.steps,
             outside=ledger.outside,
@@ -309,6 +311,7 @@ class Fusion:
             return id(module) not in others and site.find_patch(module) is not None
 
         inner = [m for model in entrances for m in find_backbones(model, is_part) if id(m) not in entered]
+        inner += [model for model in site.packed if id(model) not in entered]
         for model, is_inner in [*((m, False) for m in entrances), *((m, True) for m in dict.fromkeys(inner))]:
             patch = site.find_patch(model)
             if patch is None or not patch.is_installed_on(model):  # the model itself may be a norm, say
@@ -316,6 +319,10 @@ class Fusion:
                     continue  # another's forward stays
                 site.install(model, *make_step_forward(model, self._ledger, inner=is_inner))
                 self._ledger.has_entrance = True
+        for model, packed in site.packed.items():
+            patch = site.find_patch(model)
+            if patch is not None and patch.part is None:
+                patch.packed = packed
 
     def _refresh(self) -> None:
         """Run the parts that act on the whole model again, where the model has changed since."""

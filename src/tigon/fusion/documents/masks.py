@@ -1,0 +1,187 @@
+"""Masks for packed batches, not built unless read; and the decoder's forward that hands these masks to its layers.
+
+transformers' decoders make their masks by two functions. The rewritten forward sees others under the same names, which
+return a `PackedMask` in a packed call: the documents and the window. Layers pass this mask on like any mask, through
+checkpoints too. Attention that Tigon rewrote reads the documents from the mask. All other code gets the dense mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tigon.fusion.documents.packs import Documents, read_documents
+from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.logits.deferred import Deferred
+from tigon.fusion.shared_prefix.attention import Shared
+
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
+# Attention that takes a dense mask. Flash attention reads packed batches itself.
+DENSE = (None, "eager", "sdpa", "flex_attention")
+# Arguments that change which keys a token sees.
+CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+
+
+class PackedMask(Deferred):
+    """The (B, 1, T, T) mask of a packed batch, not built yet. window: as in `tigon.varlen_attention`."""
+
+    fields = ("call", "window", "make", "dense")
+
+    def __init__(self, call: PackedCall, window: int | None, make: Callable[[], Any]) -> None:
+        self.call, self.window, self.make = call, window, make
+        self.dense: Any = None
+
+    def build(self, why: str = "the model itself reads the mask") -> Any:
+        self.call.count_fallback(why if " " in why else "the model itself reads the mask")
+        if self.dense is None:
+            self.dense = self.make()
+        return self.dense
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """Hooks that move a layer's inputs to the layer's device move whatever has `to`. Offsets follow the queries."""
+        where = args[0] if args else options.get("device")
+        if len(args) < 2 and "dtype" not in options and isinstance(where, (str, int, torch.device)):
+            return self
+        return self.build("to").to(*args, **options)
+
+
+class PackedForward:
+    """Runs a decoder's packed calls.
+
+    forward: the decoder's forward, rewritten by `make_globals`. keys: the ledger's keys for the decoder's attention.
+    defers: whether all attention in the decoder reads a `PackedMask`; else the dense masks keep documents apart.
+    find_leaks: names the modules that do not; called once, at the first packed call.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], keys: tuple[str, ...], defers: bool, find_leaks: Callable[[Any], list[str]]
+    ) -> None:
+        self.forward, self.keys, self.defers = forward, keys, defers
+        self.find_leaks: Callable[[Any], list[str]] | None = find_leaks
+        code = inspect.unwrap(forward).__code__
+        self.names = code.co_varnames[1 : code.co_argcount]
+
+    def __call__(self, ledger: Ledger, module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        documents = read_documents(arguments) if len(args) <= len(self.names) else None
+        outer, _running.call = _running.call, None
+        try:
+            if isinstance(documents, Documents):
+                _running.call = PackedCall(documents, self, ledger)
+                if arguments.get("output_attentions", getattr(module.config, "output_attentions", None)):
+                    _running.call.build("attention weights were asked for")
+                arguments["attention_mask"] = None
+                if arguments.get("position_ids") is None:
+                    arguments["position_ids"] = documents.get_positions()
+                if not torch.compiler.is_compiling():
+                    self._warn_of_leaks(module)
+                return self.forward(module, **arguments)
+            if documents is not None:
+                PackedCall(None, self, ledger).count_fallback(documents)
+            return run(*args, **kwargs)
+        finally:
+            _running.call = outer
+
+    def _warn_of_leaks(self, module: Any) -> None:
+        find, self.find_leaks = self.find_leaks, None
+        leaks = [] if find is None else find(module)
+        if leaks:
+            warnings.warn(
+                f"fuse: a packed batch came to {type(module).__name__}, whose documents may read one another: nothing "
+                f"tells {', '.join(leaks[:3])}{' and others' * (len(leaks) > 3)} where a document begins.",
+                stacklevel=2,
+            )
+
+
+class PackedCall:
+    """A decoder's call with documents. defers: whether its masks are built only when read."""
+
+    def __init__(self, documents: Any, forward: PackedForward, ledger: Ledger) -> None:
+        self.documents, self.forward, self.ledger = documents, forward, ledger
+        self.defers = forward.defers and documents is not None and documents.offsets is not None
+
+    def build(self, why: str) -> None:
+        self.defers = False
+        self.count_fallback(why)
+
+    def count_fallback(self, why: str) -> None:
+        for key in self.forward.keys:
+            self.ledger.count_fallback("documents", key, why)
+
+
+class _Running(threading.local):
+    call: PackedCall | None = None
+
+
+_running = _Running()
+
+
+def make_globals(fn: types.FunctionType) -> dict[str, Any]:
+    """The functions that the rewritten forward of a decoder sees."""
+    return {name: _make_maker(fn.__globals__[name], name) for name in _list_makers(fn)}
+
+
+def makes_masks(forward: Any) -> bool:
+    """Whether a forward makes its masks by transformers' functions for causal attention."""
+    inner = inspect.unwrap(forward) if callable(forward) else None
+    return isinstance(inner, types.FunctionType) and bool(_list_makers(inner))
+
+
+def _list_makers(fn: types.FunctionType) -> list[str]:
+    makers = [name for name in MAKERS if name in list_names(fn.__code__)]
+    return [n for n in makers if getattr(fn.__globals__.get(n), "__module__", "") == "transformers.masking_utils"]
+
+
+def list_names(code: types.CodeType) -> set[str]:
+    """The names that code reads, also in functions inside."""
+    inside = (list_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inside)
+
+
+def get_implementation(config: Any) -> str | None:
+    """The attention that a configuration names, also where prefixes can be shared."""
+    name = config._attn_implementation
+    return name.previous if isinstance(name, Shared) else name
+
+
+def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    has_skip = "allow_is_causal_skip" in signature.parameters
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        call = _running.call
+        if call is None:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments if args else kwargs
+        config, x = given["config"], given.get("inputs_embeds", given.get("input_embeds"))
+        mask = given.get("attention_mask")  # two dimensions: ones, which the model itself made, as the call has none
+        if (
+            (mask is not None and getattr(mask, "ndim", 0) != 2)
+            or not getattr(config, "is_causal", True)
+            or get_implementation(config) not in DENSE
+            or x is None
+            or tuple(x.shape[:2]) != call.documents.shape
+        ):
+            return original(*args, **kwargs)
+
+        def build() -> Any:
+            # Beside a mask or a cache, which is empty, transformers would not look for documents.
+            changes = {"position_ids": call.documents.get_positions(), "past_key_values": None, "attention_mask": None}
+            return original(**{**given, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
+
+        if not call.defers:
+            return build()
+        if any(given.get(change) is not None for change in CHANGES):
+            call.count_fallback("the model's mask is more than causal")
+            return build()
+        return PackedMask(call, config.sliding_window if "sliding" in name else None, build)
+
+    return make

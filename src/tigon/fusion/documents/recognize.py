@@ -1,0 +1,57 @@
+"""The attention in a decoder's layers."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from typing import Any
+
+from torch import nn
+
+from tigon.fusion.documents.masks import list_names
+from tigon.fusion.shared_prefix.attention import find_registry
+
+# What attention calls, and a recurrence does not.
+SOFTMAX = {"softmax", "scaled_dot_product_attention"}
+
+
+def list_attention(decoder: nn.Module) -> list[nn.Module]:
+    """The causal attention modules in a decoder's layers that use transformers' attention registry."""
+    asking = (m for m in list_inside(decoder) if find_registry(type(m))[0] is not None)
+    return [m for m in asking if getattr(m, "is_causal", True) and not getattr(m, "is_cross_attention", False)]
+
+
+def list_inside(decoder: nn.Module) -> list[nn.Module]:
+    """The modules in a decoder's layers, without those of a tower for images or sound inside the decoder."""
+    lists: list[nn.Module] = []
+    for holder in decoder.modules():  # the decoder itself comes first
+        own = [child for child in holder.children() if isinstance(child, nn.ModuleList)]
+        if any(attends(m) and getattr(m, "is_causal", True) for layers in own for m in layers.modules()):
+            lists += own
+            if holder is decoder:
+                break
+    return list(dict.fromkeys(m for layers in lists or [decoder] for m in layers.modules() if m is not decoder))
+
+
+def reads_type_of_mask(forward: Any) -> bool:
+    """Whether a forward asks for its mask's type, and so would take a mask that is not built for none."""
+    loads = [i.argval for i in dis.get_instructions(inspect.unwrap(forward)) if i.opname.startswith("LOAD")]
+    after = [loads[at + 1 : at + 2] for at, name in enumerate(loads) if name == "isinstance"]
+    # Since Python 3.13 an instruction may load two variables.
+    return any("attention_mask" in (name if isinstance(name, tuple) else (name,)) for names in after for name in names)
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module is attention that takes a mask."""
+    kind = type(module)
+    if find_registry(kind)[0] is not None:
+        return True
+    if not kind.__module__.startswith("torch.") and "attention_mask" in list_parameters(kind):
+        codes = (getattr(method, "__code__", None) for method in vars(kind).values())
+        return any(code is not None and not SOFTMAX.isdisjoint(list_names(code)) for code in codes)
+    return False
+
+
+def list_parameters(kind: type) -> set[str]:
+    code = getattr(inspect.unwrap(getattr(kind, "forward", None)), "__code__", None)  # type: ignore[arg-type]
+    return set() if code is None else set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])

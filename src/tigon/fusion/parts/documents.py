@@ -1,0 +1,93 @@
+"""Attention of packed batches, in decoders of transformers that make causal masks."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tigon.fusion.engine.part import Part, Site, Stage, register
+from tigon.fusion.engine.patch import Patch
+from tigon.fusion.engine.reasons import REPLACED, Reason
+
+WHAT = "attention of packed batches by tigon.varlen_attention"
+READS_TYPE = Reason("it changes its mask by the mask's type, so packed batches have a dense mask")
+NO_REGISTRY = Reason("no causal attention in it uses transformers' registry, so packed batches have a dense mask")
+
+
+class DocumentsPart(Part):
+    """Rewrites decoders, so that they make no dense mask for packed batches, and their attention."""
+
+    kind, stage = "documents", Stage.LAST
+    idle = "the batch was not packed"
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        if "transformers" not in sys.modules:
+            return
+        # Imported only here, and only for models of transformers.
+        from tigon.fusion.documents.leaks import find_leaks
+        from tigon.fusion.documents.masks import DENSE, PackedForward, get_implementation, make_globals, makes_masks
+        from tigon.fusion.documents.recognize import list_attention
+
+        decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
+        for decoder in decoders:
+            if getattr(getattr(decoder, "config", None), "is_encoder_decoder", False):
+                continue
+            rewritten = site.get_rewritten(type(decoder).forward, self.kind, make_globals)
+            reason = rewritten if isinstance(rewritten, Reason) else site.why_not(decoder)
+            if reason is not None:
+                site.record_skipped(self, decoder, reason)
+                continue
+            inside = [m for m in decoders if m is not decoder and any(m is inner for inner in decoder.modules())]
+            layers: list[Any] = [] if inside else list_attention(decoder)
+            names = {id(layer): get_implementation(layer.config) for layer in layers}
+            if not {*names.values()} <= {*DENSE}:
+                for layer in layers:
+                    site.record_skipped(self, layer, Reason(f"{names[id(layer)]} reads packed batches itself"))
+                continue
+            keys = [type(layer).__name__ for layer in layers if self._fuse_attention(site, layer)]
+            if not layers and not inside:
+                site.record_skipped(self, decoder, NO_REGISTRY)
+            all_read = bool(layers) and len(keys) == len(layers)
+            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read, find_leaks)
+
+    def _fuse_attention(self, site: Site, layer: Any) -> bool:
+        """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
+        from tigon.fusion.documents import attention
+        from tigon.fusion.documents.recognize import reads_type_of_mask
+        from tigon.fusion.shared_prefix.attention import REGISTRY
+
+        patch = site.find_patch(layer)
+        forward = type(layer).forward if patch is None else vars(layer)["forward"].__func__
+        names = inspect.unwrap(forward).__code__.co_names
+        reason = site.why_not(layer) if patch is None else None
+        if reason is None and REGISTRY not in names:
+            reason = REPLACED
+        elif reason is None and reads_type_of_mask(forward):
+            reason = READS_TYPE
+        made = site.get_rewritten(forward, self.kind, attention.make_globals) if reason is None else reason
+        if isinstance(made, Reason):
+            site.record_skipped(self, layer, made)
+            return False
+        if patch is None:
+            site.install(layer, made, Patch(self, site.ledger))
+        else:
+            site.rewrite(self, layer, made)
+        site.record_fused(self, layer, WHAT, key=type(layer).__name__)
+        return True
+
+    def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
+        if vars(module)["_tigon"].part is self:
+            return None  # the rewritten forward holds no state that belongs to a single model
+        from tigon.fusion.documents import attention
+
+        made: Callable[..., Any] = site.get_rewritten(
+            vars(module)["forward"].__func__, self.kind, attention.make_globals
+        )
+        return made
+
+
+register(DocumentsPart())
