@@ -5,9 +5,7 @@ the capture made them. What a real replay does is tested on a GPU.
 """
 
 import contextlib
-import types
 import warnings
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -22,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from tigon.integrations import capture as module
 from tigon.integrations.capture import CapturedSteps
+from tigon.kernels import rehearsal
 from tigon.training import capture as graphs
 
 LENGTH = 12
@@ -45,15 +44,25 @@ class StandIn:
     def forget(self):
         pass
 
-    def record(self, run):
-        state = torch.get_rng_state()
-        before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self.world]
-        first = run()
-        torch.set_rng_state(state)
-        for _, grad, value in before:
-            if grad is not None:
+    @classmethod
+    def keep(cls, run):
+        """The run, with the random state and all gradients as before."""
+
+        def run_and_restore():
+            state = torch.get_rng_state()
+            before = [(p.grad, p.grad.clone()) for p in cls.world if p.grad is not None]
+            found = run()
+            torch.set_rng_state(state)
+            for grad, value in before:
                 grad.copy_(value)
-        made = [(p, p.grad) for p, grad, _ in before if grad is None and p.grad is not None]
+            return found
+
+        return run_and_restore
+
+    def record(self, run):
+        missing = [p for p in self.world if p.grad is None]
+        first = self.keep(run)()
+        made = [(p, p.grad) for p in missing if p.grad is not None]
 
         def replay():
             for mine, fresh in zip(first[1], run()[1], strict=True):
@@ -70,6 +79,20 @@ def recorded(monkeypatch):
     for place in (graphs, module):
         monkeypatch.setattr(place, "can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "Recorder", StandIn)
+
+
+@pytest.fixture(params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request):
+    """Where to train, as an option of the trainer: with the stand-in, and on a GPU."""
+    if request.param == "stand-in":
+        request.getfixturevalue("recorded")
+    return {"use_cpu": request.param == "stand-in"}
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """The run of `make(folder)` without a callback."""
+    return train(make(tmp_path_factory.mktemp("plain")), False)
 
 
 def llama(**options):
@@ -147,12 +170,326 @@ RUNS = {  # the model, the data, the trainer's options
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_numbers_are_those_of_the_plain_trainer(name, recorded, tmp_path):
+def test_the_numbers_are_those_of_the_plain_trainer(name, place, tmp_path):
     model, data, options = RUNS[name]
-    plain = train(make(tmp_path, model(), rows(**data), **options), False)
-    got = train(make(tmp_path, model(), rows(**data), **options), True)
+    plain = train(make(tmp_path, model(), rows(**data), **options | place), False)
+    got = train(make(tmp_path, model(), rows(**data), **options | place), True)
     same(got, plain)
     assert got[2].reason == ""
     assert got[2].graph.replays > 2
     assert len(plain[0]) > 2
     assert plain[0][0]["grad_norm"] > 0
+
+
+@pytest.mark.gpu
+def test_a_fused_model_on_a_gpu(tmp_path):
+    """An eager step of a fused model leaves rows without a label out of its sums, except in a rehearsal."""
+
+    def run(captured):
+        model = llama(hidden_size=64, intermediate_size=128)
+        tigon.fuse(model)
+        return train(make(tmp_path, model, rows(padded=True), bf16=True, use_cpu=False), captured)
+
+    with rehearsal():
+        plain = run(False)
+    got = run(True)
+    same(got, plain)
+    assert got[2].graph.replays
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(place, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "warmup_steps": 2, **place}
+    plain = train(make(tmp_path / "plain", llama(attention_dropout=0.2), **options), False)
+    whole = train(make(tmp_path / "whole", llama(attention_dropout=0.2), **options), True)
+    same(whole, plain)
+    expected = plain[0][:-1], plain[1]  # the last row is a mean over the steps of one process
+    for name in ("plain", "whole"):  # the checkpoints of either run, in either kind of run
+        folder = str(tmp_path / name / "checkpoint-4")
+        made = make(tmp_path / "resumed", llama(attention_dropout=0.2), **options)
+        logs, weights, _ = train(made, name == "plain", resume=folder)
+        same((logs[:-1], weights), expected)
+    saved = torch.load(tmp_path / "whole" / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert saved.logging_nan_inf_filter
+    states = [torch.load(tmp_path / n / "checkpoint-4" / "optimizer.pt") for n in ("plain", "whole")]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+
+
+def test_a_trainer_without_num_items_divides_by_the_micro_batches_that_there_are(recorded, tmp_path):
+    """The last step of an epoch has fewer of them, and its graph another number."""
+
+    def run(captured):
+        made = make(tmp_path, data=rows(8), gradient_accumulation_steps=3, max_steps=10)
+        made.model_accepts_loss_kwargs = False
+        return train(made, captured)
+
+    plain, got = run(False), run(True)
+    same(got, plain)
+    assert got[2].graph.replays > 2
+
+
+def test_losses_that_are_not_finite_are_filtered_as_by_the_trainer(recorded, tmp_path):
+    class Broken(LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            outputs["loss"] = torch.where(input_ids[0, 0] % 3 == 0, torch.nan, outputs.loss.detach()) + 0 * outputs.loss
+            return outputs
+
+    def run(captured, **options):
+        torch.manual_seed(0)
+        return train(make(tmp_path, Broken(llama().config), logging_steps=1, max_grad_norm=0.0, **options), captured)
+
+    plain, got = run(False), run(True)
+    assert got[0] == plain[0]
+    assert all(row.get("loss", 0.0) == row.get("loss", 0.0) for row in got[0])
+    assert got[2].trainer.args.logging_nan_inf_filter
+    unfiltered = run(True, logging_nan_inf_filter=False)
+    assert any(row.get("loss") != row.get("loss") for row in unfiltered[0])
+
+
+def test_the_trainer_is_as_before_when_training_ends(recorded, tmp_path, capsys):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(model.model.layers[0]._gradient_checkpointing_func.keywords.get("preserve_rng_state"))
+            assert all(p.grad is None for p in model.parameters())
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            assert all(p.grad is not None for p in model.parameters())
+
+    made = make(tmp_path, gradient_checkpointing=True, callbacks=[Watch()])
+    got = train(made, True)
+    assert seen == [False] * 7
+    assert "training_step" not in vars(made)
+    assert "preserve_rng_state" not in made.model.model.layers[0]._gradient_checkpointing_func.keywords
+    assert str(got[2]) == "Captured steps: 4 of 7 micro-batches replayed a CUDA graph."
+    got[2]._print = True
+    made.train()  # again, with new graphs
+    assert "Captured steps: 4 of 7 micro-batches" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------- TRL
+
+
+@pytest.mark.parametrize("task", ["sft", "sft packed", "dpo", "reward"])
+def test_metrics_of_trl_are_those_of_its_own_step(task, place, tmp_path):
+    pytest.importorskip("trl")
+    import trl_cases
+    from transformers import LlamaForSequenceClassification
+
+    options = {"max_steps": 7, "logging_steps": 3, "max_grad_norm": 1.0, **place}
+    evaluations = {"eval_strategy": "steps", "eval_steps": 3}
+
+    def run(captured):
+        torch.manual_seed(0)
+        if task == "reward":
+            from trl import RewardConfig, RewardTrainer
+
+            config = LlamaConfig(**trl_cases.SIZES, num_labels=1)
+            data = trl_cases.rows("chosen", "rejected")
+            made = RewardTrainer(
+                LlamaForSequenceClassification(config), train_dataset=data, processing_class=trl_cases.tokenizer(),
+                args=RewardConfig(str(tmp_path), **trl_cases.COMMON | options | {"max_length": 32}),
+            )  # fmt: skip
+        elif task == "dpo":
+            made = trl_cases.dpo(tmp_path, trl_cases.model(), **options, pad_to_multiple_of=32)
+        else:
+            packed = {"packing": True, "max_length": 6} if task == "sft packed" else {"pad_to_multiple_of": 16}
+            made = trl_cases.sft(tmp_path, trl_cases.model(), **options, **evaluations, **packed)
+        with tigon.integrations.trl.fuse(made) if task != "reward" else contextlib.nullcontext():
+            return train(made, captured)
+
+    plain, got = run(False), run(True)
+    same(got, plain)
+    assert got[2].reason == ""
+    assert got[2].graph.replays
+    assert plain[0][0]["num_tokens"] > 0
+    assert len(plain[0][0]) > 6
+
+
+# ---------------------------------------------------------------------------------------------- what is not captured
+
+
+class Counts(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().compute_loss(*args, **kwargs)
+
+
+class Own(Trainer):
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+def several(made):
+    made.model.lm_head.to("meta")
+
+
+def checkpointed_dropout(made):
+    made.model.model.layers[0].self_attn.attention_dropout = 0.1
+
+
+def sharpness(made):
+    from tigon.integrations.sam import MicroBatchSAMCallback
+
+    made.add_callback(MicroBatchSAMCallback(made))
+
+
+OBSTACLES = {
+    "compile": ({"torch_compile": True}, None, "torch_compile=True compiles the step instead"),
+    "cache": ({"torch_empty_cache_steps": 2}, None, "torch_empty_cache_steps and activation_offloading"),
+    "layerwise": ({"optim": "galore_adamw_layerwise"}, None, "'galore_adamw_layerwise' changes the weights inside"),
+    "scaler": ({}, lambda made: setattr(made.accelerator, "scaler", object()), "fp16 scales the loss by a number"),
+    "devices": ({}, several, "the model's parameters are on cpu and meta"),
+    "sam": ({}, sharpness, "MicroBatchSAMCallback sets the random state"),
+    "batches": ({"kind": Own}, None, "Own makes its batches inside the step"),
+    "own loss": ({"kind": Counts}, None, "Counts.compute_loss is your own, .* mode='on' captures it"),
+    "loss function": (
+        {}, lambda made: setattr(made, "compute_loss_func", lambda *a, **k: 0), "compute_loss_func is your own",
+    ),
+    "dropout": ({"gradient_checkpointing": True}, checkpointed_dropout, "checkpointing saves the random state"),
+    "processes": ({}, None, "a wrapper such as DDP, FSDP"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_be_captured_is_named(name, recorded, tmp_path, monkeypatch):
+    options, change, sentence = OBSTACLES[name]
+    made = make(tmp_path, **options)
+    if name == "processes":
+        monkeypatch.setattr(type(made.accelerator), "distributed_type", "FSDP")
+    elif change is not None:
+        change(made)
+        if name == "dropout":
+            made.model.gradient_checkpointing_enable()
+    steps = CapturedSteps(made)
+    with pytest.warns(UserWarning, match=f"CapturedSteps: the steps run uncaptured, since .*{sentence}") as said:
+        steps.on_train_begin(made.args, made.state, made.control, model=made.model)
+    assert len([w for w in said if "CapturedSteps" in str(w.message)]) == 1
+    assert steps.reason in str(steps)
+    assert "training_step" not in vars(made)
+
+
+def test_trainers_that_read_results_on_the_host_are_named(recorded, tmp_path):
+    pytest.importorskip("trl")
+    import trl_cases
+
+    made = trl_cases.kto(tmp_path, trl_cases.model())
+    assert module.find_obstacle(made, "on") == "KTOTrainer's training_step reads results on the host"
+
+
+def test_without_a_gpu_auto_is_silent(plain_run, tmp_path, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = train(make(tmp_path), True, mode="auto")
+    same(got, plain_run)
+    assert got[2].reason == "there is no CUDA device"
+    assert "Captured" not in capsys.readouterr().out
+    made = make(tmp_path)
+    with pytest.warns(UserWarning, match="uncaptured, since there is no CUDA device"):
+        CapturedSteps(made, "on").on_train_begin(made.args, made.state, made.control, model=made.model)
+
+
+def test_steps_that_the_device_limits_are_left_alone(plain_run, recorded, tmp_path, monkeypatch):
+    assert train(make(tmp_path), True, mode="auto")[2].graph.replays == 4  # here all time is the host's
+    waits = iter([0.0, 1.0, 3.0] * 3)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(waits))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        got = train(make(tmp_path), True, mode="auto")
+    same(got, plain_run)
+    assert got[2].graph.replays == 0
+    assert str(got[2]).endswith("the device is the limit: launching a micro-batch takes 33% of its time.")
+
+
+def test_shapes_that_do_not_repeat_are_given_up(recorded, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 4)
+    data, options = rows(lengths=range(5, 20)), {"per_device_train_batch_size": 1}
+    plain = train(make(tmp_path, data=data, **options), False)
+    with pytest.warns(UserWarning, match="no shape came more than 3 times in 4 micro-batches: pack or pad to a few"):
+        got = train(make(tmp_path, data=data, **options), True)
+    same(got, plain)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_capture_that_fails_is_said_and_the_step_runs(accumulation, recorded, tmp_path, monkeypatch):
+    def fail(self, run):
+        run()
+        raise RuntimeError("graph_step: the step cannot be captured in a CUDA graph: it waits.")
+
+    options = {"gradient_accumulation_steps": accumulation}
+    plain = train(make(tmp_path, **options), False)
+    monkeypatch.setattr(StandIn, "record", lambda self, run: fail(self, StandIn.keep(run)))
+    with pytest.warns(UserWarning, match="since the capture failed: the step cannot be captured in a CUDA graph"):
+        got = train(make(tmp_path, **options), True)
+    same(got, plain)
+    assert got[2].graph.graphs == 0
+
+
+def test_errors_of_the_step_are_the_steps(recorded, tmp_path):
+    data = rows()
+    for row in data:
+        row["labels"] = row["labels"][:-1]
+    with pytest.raises(ValueError, match="Expected input batch_size"):
+        train(make(tmp_path, data=data), True)
+
+
+def test_bad_arguments_get_a_sentence(tmp_path):
+    with pytest.raises(TypeError, match=r"CapturedSteps: trainer must be a transformers\.Trainer, got Linear"):
+        CapturedSteps(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="CapturedSteps: mode must be 'auto' or 'on', got True"):
+        CapturedSteps(make(tmp_path), True)
+
+
+# ------------------------------------------------------------------------------------------------- masks and metrics
+
+
+def test_masks_of_ones_are_marked_and_others_are_not():
+    marker = module.MaskMarker(lambda mask: {"attention_mask": mask, "input_ids": mask})
+    ones = torch.ones(2, 3, dtype=torch.int64)
+    documents = torch.tensor([[1, 1, 2]])
+    padded = torch.tensor([[1, 0]])
+    for mask, dtype in (
+        (ones, torch.int8), (ones > 0, torch.int8), (documents, torch.int64), (padded, torch.int64),
+        (padded.to(torch.int8), torch.int64), (ones.float(), torch.float32), (padded > 0, torch.bool),
+    ):  # fmt: skip
+        assert marker(mask)["attention_mask"].dtype == dtype
+        assert torch.equal(marker(mask)["attention_mask"].double(), mask.double())
+    assert module.MaskMarker(lambda _: {"input_ids": ones})(None) == {"input_ids": ones}
+
+
+def test_only_causal_masks_are_left_out(monkeypatch):
+    from transformers import MistralConfig, masking_utils
+
+    config = MistralConfig(num_hidden_layers=1, sliding_window=4, attn_implementation="sdpa")
+    own = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)  # as in a capture
+    x = torch.zeros(1, 6, 8)
+    positions = torch.arange(6)[None]
+    with module.leave_out_causal_masks():
+        causal = masking_utils.create_causal_mask(config, x, None, None, positions)
+        short = masking_utils.create_sliding_window_causal_mask(config, x[:, :3], None, None, positions[:, :3])
+        window = masking_utils.create_sliding_window_causal_mask(config, x, None, None, positions)
+        other = masking_utils.create_causal_mask(
+            config, x, None, None, positions, or_mask_function=lambda b, h, q, k: k < 2
+        )
+    assert causal is None
+    assert short is None
+    assert window.sum() == 6 + 5 + 4 + 3
+    assert other.sum() == 21 + 1
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is own
+
+
+def test_a_metric_that_must_be_read_is_refused():
+    metric = module.Metric(torch.tensor(3))
+    for read in (lambda: metric > 1, lambda: bool(metric), lambda: metric.tolist(), lambda: metric.clamp(1)):
+        with pytest.raises(module.MetricError, match="metric during the step"):
+            read()
+    total = (module.Metric(torch.tensor(2.0)) / module.Metric(torch.tensor(0))).item()
+    assert metric > 0
+    assert total.value == 0
+    with module.NumbersOnDevice():
+        made = [torch.tensor(n, device="cpu") for n in (True, 3, 0.5)]
+        assert torch.equal(torch.tensor([1, 2]), torch.arange(1, 3))
+    assert [t.dtype for t in made] == [torch.bool, torch.int64, torch.float32]
+    assert [t.item() for t in made] == [True, 3, 0.5]

@@ -287,6 +287,7 @@ class CapturedSteps(TrainerCallback):
 def find_obstacle(trainer: Any, mode: Mode) -> str:
     """Why this Trainer's step is not captured, as far as its options say; else empty."""
     args, accelerator, name = trainer.args, trainer.accelerator, type(trainer).__name__
+    optim = str(getattr(args.optim, "value", args.optim))
     devices = sorted({str(p.device) for p in trainer.model.parameters()})
     functions = [
         (method, function)
@@ -306,8 +307,8 @@ def find_obstacle(trainer: Any, mode: Mode) -> str:
         return "fp16 scales the loss by a number that the host decides; bf16 does not"
     if args.torch_empty_cache_steps is not None or getattr(args, "activation_offloading", False):
         return "torch_empty_cache_steps and activation_offloading manage memory inside the step"
-    if "lomo" in str(args.optim) or "layerwise" in str(args.optim):
-        return f"optim={str(getattr(args.optim, 'value', args.optim))!r} changes the weights inside the backward pass"
+    if "lomo" in optim or "layerwise" in optim:
+        return f"optim={optim!r} changes the weights inside the backward pass"
     if any(isinstance(callback, MicroBatchSAMCallback) for callback in trainer.callback_handler.callbacks):
         return "MicroBatchSAMCallback sets the random state between its two passes"
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs or hasattr(trainer, "_buffered_inputs"):
