@@ -390,16 +390,23 @@ def test_without_a_gpu_auto_is_silent(plain_run, tmp_path, capsys):
         CapturedSteps(made, "on").on_train_begin(made.args, made.state, made.control, model=made.model)
 
 
-def test_steps_that_the_device_limits_are_left_alone(plain_run, recorded, tmp_path, monkeypatch):
-    assert train(make(tmp_path), True, mode="auto")[2].graph.replays == 4  # here all time is the host's
-    waits = iter([0.0, 1.0, 3.0] * 3)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(waits))
+def test_auto_leaves_large_micro_batches_alone(recorded, tmp_path, monkeypatch):
+    """By their shape alone, so that the same command gives the same bits; with accumulation, sizes mix."""
+    model = llama()
+    weights = [p.numel() for p in model.parameters() if p.dim() > 1]
+    monkeypatch.setattr(module, "MOST_WORK", 11.5 * sum(weights) / len(weights))
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 12}
+    data = rows(lengths=(LENGTH, 7))
+    plain = train(make(tmp_path, data=data, **options), False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        got = train(make(tmp_path), True, mode="auto")
-    same(got, plain_run)
-    assert got[2].graph.replays == 0
-    assert str(got[2]).endswith("the device is the limit: launching a micro-batch takes 33% of its time.")
+        got = train(make(tmp_path, model, data, **options), True, mode="auto")
+    same(got, plain)
+    steps = got[2]
+    assert (steps.most_tokens, steps._calls, steps._large) == (11, 24, 24 - steps.graph.eager - steps.graph.replays)
+    assert steps.graph.replays > 2
+    assert steps._large > 2
+    assert f"{steps._large} had over 11 tokens, which take longer than their launches." in str(steps)
 
 
 def test_shapes_that_do_not_repeat_are_given_up(recorded, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
 from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
+from tigon.integrations.capture import CapturedSteps
 from tigon.manifest import check_manifest, write_manifest
 
 # The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
@@ -53,6 +54,8 @@ def run(options: TrainOptions) -> None:
         trainer, fusion = make_trainer(options)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
+        if options.fuse.capture != "off":
+            trainer.add_callback(CapturedSteps(trainer, options.fuse.capture))
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()
