@@ -78,6 +78,8 @@ class CapturedSteps(TrainerCallback):
         self._filters = False
         if can_capture(trainer.args.device):
             trainer.data_collator = MaskMarker(trainer.data_collator)
+            if trainer.args.dataloader_pin_memory:  # else the copy of a batch waits for the step before it
+                trainer.accelerator.dataloader_config.non_blocking = True
 
     def __str__(self) -> str:
         if self.reason:

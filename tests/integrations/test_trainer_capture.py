@@ -259,6 +259,7 @@ def test_the_trainer_is_as_before_when_training_ends(recorded, tmp_path, capsys)
 
     made = make(tmp_path, gradient_checkpointing=True, callbacks=[Watch()])
     got = train(made, True)
+    assert made.accelerator.non_blocking
     assert seen == [False] * 7
     assert "training_step" not in vars(made)
     assert "preserve_rng_state" not in made.model.model.layers[0]._gradient_checkpointing_func.keywords
