@@ -259,7 +259,6 @@ def test_the_trainer_is_as_before_when_training_ends(recorded, tmp_path, capsys)
 
     made = make(tmp_path, gradient_checkpointing=True, callbacks=[Watch()])
     got = train(made, True)
-    assert made.accelerator.non_blocking
     assert seen == [False] * 7
     assert "training_step" not in vars(made)
     assert "preserve_rng_state" not in made.model.model.layers[0]._gradient_checkpointing_func.keywords
@@ -440,6 +439,17 @@ def test_errors_of_the_step_are_the_steps(recorded, tmp_path):
         row["labels"] = row["labels"][:-1]
     with pytest.raises(ValueError, match="Expected input batch_size"):
         train(make(tmp_path, data=data), True)
+
+
+def test_batches_are_copied_without_waiting(recorded, tmp_path):
+    made = make(tmp_path)
+    made.args.dataloader_pin_memory = True  # as on a GPU
+    CapturedSteps(made)
+    assert made.accelerator.non_blocking
+    assert isinstance(made.data_collator, module.MaskMarker)
+    left = make(tmp_path)
+    CapturedSteps(left)
+    assert not left.accelerator.non_blocking
 
 
 def test_bad_arguments_get_a_sentence(tmp_path):

@@ -69,7 +69,8 @@ class CapturedSteps(TrainerCallback):
             raise TypeError(f"CapturedSteps: trainer must be a transformers.Trainer, got {type(trainer).__name__}.")
         if mode not in ("auto", "on"):
             raise ValueError(f"CapturedSteps: mode must be 'auto' or 'on', got {mode!r}.")
-        self.trainer, self.mode, self.reason = trainer, mode, ""
+        self.trainer: Any = trainer
+        self.mode, self.reason = mode, ""
         self.graph: GraphStep[Any, Any] | None = None
         self._max_graphs, self._print = max_graphs, report
         self._puts: list[tuple[Any, str, Any]] = []
@@ -387,7 +388,7 @@ def leave_out_causal_masks() -> Iterator[None]:
 
     def make_mask(*args: Any, mask_function: Any = None, **options: Any) -> Any:
         length = options.get("q_length")
-        if not args and not options.get("use_vmap") and length == options.get("kv_length"):
+        if isinstance(length, int) and length == options.get("kv_length") and not options.get("use_vmap"):
             with contextlib.suppress(ValueError):  # a mask that is more than causal is made
                 window = _find_window(mask_function)
                 if window is None or length < window:
