@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import warnings
 from collections import defaultdict
@@ -45,15 +46,15 @@ PATIENCE = 50
 # The dtype by which the collator marks masks that leave nothing out; the graph of such batches needs no mask.
 FULL = torch.int8
 # Whose steps compute on the device alone, except for metrics, which are taken from the device when they are logged.
-LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer")
+LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.reward_trainer")
 
 
 class CapturedSteps(TrainerCallback):
     """Replays a micro-batch's forward and backward pass as a CUDA graph, for the duration of training.
 
     Args:
-        trainer: a transformers.Trainer, or TRL's SFTTrainer, DPOTrainer or RewardTrainer, not training yet. Its
-            `training_step` is replaced on this instance.
+        trainer: a transformers.Trainer, or TRL's SFTTrainer or RewardTrainer, not training yet. Its `training_step` is
+            replaced on this instance.
         mode: "auto" captures micro-batches with few tokens, whose work is done before Python has launched it: about
             6,600 tokens for Qwen3-0.6B, 1,800 for Llama-3.2-1B. "on" captures all, and a loss of your own too.
         max_graphs: how many shapes get a graph; further shapes run eagerly.
@@ -78,7 +79,7 @@ class CapturedSteps(TrainerCallback):
         self._pending: list[tuple[tuple[str, ...], Tensor]] = []
         self._filters = False
         if can_capture(trainer.args.device):
-            trainer.data_collator = MaskMarker(trainer.data_collator)
+            vars(trainer)["get_train_dataloader"] = mark_masks(trainer, trainer.get_train_dataloader)
             if trainer.args.dataloader_pin_memory:  # else the copy of a batch waits for the step before it
                 trainer.accelerator.dataloader_config.non_blocking = True
 
@@ -144,7 +145,7 @@ class CapturedSteps(TrainerCallback):
             else:
                 # A graph's losses visit every row, and so do eager losses in here: the bits of a step depend on its
                 # shape, not on whether the shape came often enough for a graph, which a resumed run would not know.
-                with rehearsal():
+                with rehearsal(), score_all_positions():
                     found = None if self.reason else self._step(model, inputs, num_items_in_batch)
                     loss = own(model, inputs, num_items_in_batch) if found is None else self._filter(found)
             self._keep_gradients(model)
@@ -296,12 +297,14 @@ def find_obstacle(trainer: Any, mode: Mode) -> str:
     devices = sorted({str(p.device) for p in trainer.model.parameters()})
     functions = [
         (method, function)
-        for method in ("training_step", "compute_loss")
+        for method in ("compute_loss", "training_step")
         for function in (getattr(type(trainer), method), vars(trainer).get(method))
         if function is not None and not getattr(function, "__module__", "").startswith((*LOSSES, "tigon."))
     ]
     if not can_capture(args.device):
         return "there is no CUDA device"
+    if args.full_determinism:
+        return "full_determinism=True makes the host wait for every kernel"
     if args.world_size > 1 or args.n_gpu > 1 or accelerator.distributed_type != DistributedType.NO:
         return "the run has several processes or GPUs, or a wrapper such as DDP, FSDP or DeepSpeed"
     if len(devices) > 1:
@@ -370,6 +373,21 @@ class MaskMarker:
         return batch
 
 
+def mark_masks(trainer: Any, own: Callable[[], Any]) -> Callable[[], Any]:
+    """A trainer's get_train_dataloader whose batches have marked masks."""
+
+    @functools.wraps(own)
+    def get_train_dataloader() -> Any:
+        collator = trainer.data_collator
+        trainer.data_collator = MaskMarker(collator)
+        try:
+            return own()
+        finally:
+            trainer.data_collator = collator
+
+    return get_train_dataloader
+
+
 def is_causal_batch(batch: dict[str, Any]) -> bool:
     """Whether all rows are whole sequences, so that causal attention needs no mask."""
     mask = batch.get("attention_mask")
@@ -402,6 +420,21 @@ def leave_out_causal_masks() -> Iterator[None]:
         del registry["sdpa"]
         if registry["sdpa"] is not own:
             registry["sdpa"] = own
+
+
+@contextlib.contextmanager
+def score_all_positions() -> Iterator[None]:
+    """Inside the block TRL's forward scores positions without a label too: leaving them out waits for the device."""
+    utils: Any = sys.modules.get("trl.trainer.utils")
+    own = getattr(utils, "_use_triton", None)
+    if own is None:
+        yield
+        return
+    utils._use_triton = lambda device: False
+    try:
+        yield
+    finally:
+        utils._use_triton = own
 
 
 # ---------------------------------------------------------------------------------------------- numbers for the host
