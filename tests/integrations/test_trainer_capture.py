@@ -5,6 +5,7 @@ the capture made them. What a real replay does is tested on a GPU.
 """
 
 import contextlib
+import types
 import warnings
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ import tigon
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+import accelerate
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from tigon.integrations import capture as module
@@ -71,6 +73,12 @@ class StandIn:
                 grad.copy_(p.grad)
 
         return first, replay
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """The Trainer collects garbage when training begins, which takes most of the time of so small a run."""
+    monkeypatch.setattr(accelerate.utils.memory, "gc", types.SimpleNamespace(collect=int))
 
 
 @pytest.fixture
@@ -225,6 +233,27 @@ def test_a_trainer_without_num_items_divides_by_the_micro_batches_that_there_are
     plain, got = run(False), run(True)
     same(got, plain)
     assert got[2].graph.replays > 2
+
+
+def test_packs_of_one_length_share_a_graph(place, tmp_path):
+    """The longest document differs from pack to pack, and is a number; the number of documents is padded."""
+
+    def pack(features):
+        lengths = [4, 5, 3] if features[0]["input_ids"][0] % 2 else [6, 4, 2]
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        offsets = torch.tensor([0, *lengths, 0]).cumsum(0).to(torch.int32)
+        sizes = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        rows = {name: features[0][name][None] for name in ("input_ids", "labels")}
+        return {**rows, "position_ids": positions[None], "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, **sizes}
+
+    def run(captured):
+        made = make(tmp_path, per_device_train_batch_size=1, **place)
+        made.data_collator = pack
+        return train(made, captured)
+
+    plain, got = run(False), run(True)
+    same(got, plain)
+    assert (got[2].graph.graphs, got[2].graph.replays) == (0, 4)  # no graph is kept after training
 
 
 def test_losses_that_are_not_finite_are_filtered_as_by_the_trainer(recorded, tmp_path):

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from tigon.fusion.shared_prefix.attention import _find_window
 from tigon.install import install
@@ -115,9 +116,9 @@ class CapturedSteps(TrainerCallback):
         if isinstance(getattr(self.trainer, "_metrics", None), dict):
             for name in ("log", "evaluate"):
                 self._put(self.trainer, name, self._flush_before(getattr(self.trainer, name)))
-        for module, checkpoint in list_checkpoints(model):
+        for module, function in list_checkpoints(model):
             # There is no dropout, so there is no random state to bring back.
-            self._put(module, "_gradient_checkpointing_func", functools.partial(checkpoint, preserve_rng_state=False))
+            self._put(module, "_gradient_checkpointing_func", functools.partial(function, preserve_rng_state=False))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._restore_filter()
@@ -168,8 +169,8 @@ class CapturedSteps(TrainerCallback):
             if callable(train := getattr(trainer.optimizer, "train", None)):
                 train()
         batch = dict(trainer._prepare_inputs(inputs))
-        for name in ("max_length_q", "max_length_k"):
-            if isinstance(batch.get(name), int):
+        if "input_ids" in batch:
+            for name in batch.keys() & {"max_length_q", "max_length_k"}:
                 batch[name] = batch["input_ids"].numel()  # a bound serves as well, and is the same for all packs
         self._model = model
         before = graph.eager, graph.replays
@@ -299,7 +300,7 @@ def find_obstacle(trainer: Any, mode: Mode) -> str:
         (method, function)
         for method in ("compute_loss", "training_step")
         for function in (getattr(type(trainer), method), vars(trainer).get(method))
-        if function is not None and not getattr(function, "__module__", "").startswith((*LOSSES, "tigon."))
+        if function is not None and not getattr(function, "__module__", "").startswith((*LOSSES, "tigon.integrations."))
     ]
     if not can_capture(args.device):
         return "there is no CUDA device"
@@ -339,7 +340,7 @@ def list_checkpoints(model: nn.Module) -> list[tuple[nn.Module, Callable[..., An
         (module, function)
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", False)
-        and (function := getattr(module, "_gradient_checkpointing_func", None)) is not None
+        and getattr(function := getattr(module, "_gradient_checkpointing_func", None), "func", function) is checkpoint
         and getattr(function, "keywords", {}).get("preserve_rng_state", True)
     ]
 
@@ -391,7 +392,7 @@ def mark_masks(trainer: Any, own: Callable[[], Any]) -> Callable[[], Any]:
 def is_causal_batch(batch: dict[str, Any]) -> bool:
     """Whether all rows are whole sequences, so that causal attention needs no mask."""
     mask = batch.get("attention_mask")
-    return "position_ids" not in batch and (mask is None or mask.dtype == FULL)
+    return not batch.keys() & {"position_ids", "cu_seq_lens_q"} and (mask is None or mask.dtype == FULL)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ PRETRAINED = (
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
 )  # fmt: skip
 
-
+# Tasks whose steps --capture auto captures: their losses read nothing on the host.
+CAPTURED = ("sft", "reward")
 # Tasks that a system brings: the module of each holds a function `make_trainer`.
 SYSTEM_TASKS = {"rank": "tigon.rank.cli.train_task"}
 
@@ -54,7 +55,7 @@ def run(options: TrainOptions) -> None:
         trainer, fusion = make_trainer(options)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
-        if options.fuse.capture != "off":
+        if options.fuse.capture == "on" or (options.fuse.capture == "auto" and options.task in CAPTURED):
             trainer.add_callback(CapturedSteps(trainer, options.fuse.capture))
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
