@@ -335,14 +335,14 @@ def find_obstacle(trainer: Any, mode: Mode) -> str:
 
 
 def list_checkpoints(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The modules that transformers checkpoints, with the functions that do it and would save the random state."""
-    return [
-        (module, function)
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-        and getattr(function := getattr(module, "_gradient_checkpointing_func", None), "func", function) is checkpoint
-        and getattr(function, "keywords", {}).get("preserve_rng_state", True)
-    ]
+    """The modules that torch checkpoints, with the functions that do it and would save the random state."""
+    found = []
+    for module in model.modules():
+        function: Any = getattr(module, "_gradient_checkpointing_func", None)
+        saves = getattr(function, "keywords", {}).get("preserve_rng_state", True)
+        if getattr(function, "func", function) is checkpoint and saves and getattr(module, "gradient_checkpointing", 0):
+            found.append((module, function))
+    return found
 
 
 def has_dropout(model: nn.Module) -> bool:
