@@ -300,11 +300,22 @@ def test_the_trainer_is_as_before_when_training_ends(recorded, tmp_path, capsys)
 # ------------------------------------------------------------------------------------------------------------- TRL
 
 
+def reward_trainer(folder, **options):
+    import trl_cases
+    from transformers import LlamaForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer(
+        LlamaForSequenceClassification(LlamaConfig(**trl_cases.SIZES, num_labels=1)),
+        train_dataset=trl_cases.rows("chosen", "rejected"), processing_class=trl_cases.tokenizer(),
+        args=RewardConfig(str(folder), **trl_cases.COMMON | options | {"max_length": 32}),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("task", ["sft", "sft packed", "reward"])
 def test_metrics_of_trl_are_those_of_its_own_step(task, place, tmp_path):
     pytest.importorskip("trl")
     import trl_cases
-    from transformers import LlamaForSequenceClassification
 
     options = {"max_steps": 7, "logging_steps": 3, "max_grad_norm": 1.0, **place}
     evaluations = {"eval_strategy": "steps", "eval_steps": 3} if place["use_cpu"] else {}
@@ -312,14 +323,7 @@ def test_metrics_of_trl_are_those_of_its_own_step(task, place, tmp_path):
     def run(captured):
         torch.manual_seed(0)
         if task == "reward":
-            from trl import RewardConfig, RewardTrainer
-
-            config = LlamaConfig(**trl_cases.SIZES, num_labels=1)
-            data = trl_cases.rows("chosen", "rejected")
-            made = RewardTrainer(
-                LlamaForSequenceClassification(config), train_dataset=data, processing_class=trl_cases.tokenizer(),
-                args=RewardConfig(str(tmp_path), **trl_cases.COMMON | options | {"max_length": 32}),
-            )  # fmt: skip
+            made = reward_trainer(tmp_path, **options)
         else:
             packed = {"packing": True, "max_length": 6} if task == "sft packed" else {"pad_to_multiple_of": 16}
             made = trl_cases.sft(tmp_path, trl_cases.model(), **options, **evaluations, **packed)
@@ -334,6 +338,41 @@ def test_metrics_of_trl_are_those_of_its_own_step(task, place, tmp_path):
     assert got[2].graph.replays
     assert plain[0][0]["num_tokens"] > 0
     assert len(plain[0][0]) > 6
+
+
+@pytest.mark.parametrize("task", ["hf", "sft", "sft packed", "reward", "dpo"])
+def test_a_captured_step_reads_no_value_on_the_host(task, recorded, tmp_path):
+    """Fake tensors have no values: `.item()`, `if tensor` and a boolean index raise, as they fail in a capture."""
+    pytest.importorskip("trl")
+    import trl_cases
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+    policy = llama() if task == "hf" else trl_cases.model()
+    policy.set_attn_implementation("sdpa")
+    if task == "hf":
+        made = make(tmp_path, policy)
+    elif task == "reward":
+        made = reward_trainer(tmp_path)
+    elif task == "dpo":
+        made = trl_cases.dpo(tmp_path, policy)
+    else:
+        made = trl_cases.sft(tmp_path, policy, **({"packing": True, "max_length": 6} if "packed" in task else {}))
+    tigon.integrations.trl.fuse(made)
+    steps = CapturedSteps(made, "on")
+    made.create_optimizer()
+    made.current_gradient_accumulation_steps = 1
+    steps._own, steps._model = made.training_step, made.model
+    batch = next(iter(made.get_train_dataloader()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearsal(), module.score_all_positions():
+        fake = {name: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for name, t in batch.items()}
+        if task == "dpo":  # why DPO is not captured
+            with pytest.raises(DynamicOutputShapeException):
+                steps._run(fake, torch.tensor(7.0), 1)
+            return
+        found = steps._run(fake, torch.tensor(7.0), 1)
+    assert found["loss"].shape == ()
+    assert ("tokens seen" in found["names"]) == (task != "hf")
+    assert len(found["names"]) == {"hf": 0, "reward": 6}.get(task, 3)
 
 
 # ---------------------------------------------------------------------------------------------- what is not captured

@@ -49,7 +49,7 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         if callable(on_gpu := function.__globals__.get("_use_triton")):
             # Leave rows without a label out on a CPU too, as TRL does on a GPU; in a CUDA graph nothing counts them.
             instead["_use_triton"] = lambda device, on_gpu=on_gpu: (
-                device.type == "cpu" or (on_gpu(device) and not rehearsal.active)
+                not rehearsal.active and (device.type == "cpu" or on_gpu(device))
             )
         # Mixed precision has wrapped the reference's forward by now. The clone bypasses that wrapper, and so needs
         # autocast itself.
