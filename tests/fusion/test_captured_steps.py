@@ -114,6 +114,35 @@ def test_the_bits_are_those_of_eager_steps(way, recompute, device):
     torch.testing.assert_close(got[0], plain[0], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_are_left_for_an_optimizer_outside(accumulation, device):
+    """Graphs of two lengths, which make the gradients of a step, or add to those that are there."""
+
+    def run(wrap):
+        model = llama(device)
+        tigon.fuse(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def passes(ids, labels):
+            loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            return loss
+
+        step, losses = wrap(passes, model), []
+        for i, batch in enumerate(batches(device)):
+            losses.append(step(*batch).detach())
+            if (i + 1) % accumulation == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=accumulation == 1)
+        return torch.stack(losses), [p.detach().clone() for p in model.parameters()], step
+
+    got = run(lambda passes, model: tigon.graph_step(passes, None, gradients=model.parameters()))
+    same_bits(got, run(eager))
+    assert got[2].graphs == 2
+    assert got[2].replays >= len(LENGTHS) - 2 * EAGER - 1
+
+
 def test_dropout_draws_the_numbers_of_eager_steps(device):
     def run(wrap):
         model = llama(device, attention_dropout=0.2)

@@ -92,16 +92,24 @@ class StandIn:
 
     def record(self, run):
         before = [(t, t.detach().clone()) for t in self.tensors()]
+        missing = [p for p in self.parameters() if p.grad is None]
         first = run()
         with torch.no_grad():
             for t, value in before:
                 t.copy_(value)
+        made = [(p, p.grad) for p in missing if p.grad is not None]
 
         def replay():
             for mine, fresh in zip(first[1], run()[1], strict=True):
                 mine.copy_(fresh)
+            for p, grad in made:
+                if p.grad is not None:
+                    grad.copy_(p.grad)
 
         return first, replay
+
+    def parameters(self):
+        return [p for optimizer in self.world for group in optimizer.param_groups for p in group["params"]]
 
     def tensors(self):
         for optimizer in self.world:
@@ -160,6 +168,7 @@ def test_arguments_and_results_keep_their_form():
         (lambda m: tigon.graph_step(len, m), TypeError, "optimizer must be a torch.optim.Optimizer, several, or None"),
         (lambda m: tigon.graph_step(len, None, warmup=0), ValueError, "warmup must be an integer, at least 1, got 0"),
         (lambda m: tigon.graph_step(len, None, max_graphs=True), ValueError, "max_graphs must be an integer"),
+        (lambda m: tigon.graph_step(len, sgd(m), gradients=m.parameters()), ValueError, "gradients must be None where"),
         (
             lambda m: tigon.graph_step(len, tigon.training.MicroBatchSAM(sgd(m))),
             TypeError, "optimizer must not be a MicroBatchSAM, which cannot be captured",
@@ -300,6 +309,60 @@ def test_gradients_may_be_emptied_anywhere(recorded, inside, to_none):
     same(got, run(plain))
     assert got[2].replays == 9 - EAGER
     assert all((p.grad is None) == to_none for p in got[1])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_are_left_for_an_optimizer_outside(accumulation, recorded):
+    """A micro-batch with no gradients before it makes them, in a graph of its own; the others add to them."""
+
+    def run(wrap):
+        model = network()
+        optimizer = sgd(model)
+        StandIn.world = [optimizer]
+
+        def passes(x, y):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        step = wrap(passes, None, gradients=model.parameters()) if wrap else passes
+        kept, losses = {}, []
+        for i, batch in enumerate(batches(8 * accumulation, rows=(4, 4, 5))):
+            losses.append(step(*batch).detach())
+            if (i + 1) % accumulation == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                if accumulation > 1:  # all graphs add to the same gradients
+                    kept = kept or {p: torch.zeros_like(p) for p in model.parameters()}
+                    for p, grad in kept.items():
+                        p.grad = grad.zero_()
+        return torch.stack(losses), list(model.parameters()), step
+
+    got = run(tigon.graph_step)
+    same(got, run(None))
+    assert (got[2].graphs, got[2].replays) == {1: (1, 3), 2: (2, 9)}[accumulation]
+
+
+def test_a_layer_that_is_frozen_or_moved_gets_another_graph(recorded):
+    model = network()
+    step = tigon.graph_step(lambda x: model(x).sum().backward(), None, gradients=model.parameters(), warmup=1)
+    StandIn.world = [sgd(model)]
+    x = torch.ones(2, 6)
+    for _ in range(3):
+        model.zero_grad()
+        step(x)
+    model[0].weight.requires_grad_(False)
+    for _ in range(3):
+        model.zero_grad()
+        step(x)
+        assert model[0].weight.grad is None
+        assert model[0].bias.grad is not None
+    assert step.graphs == 2
+    model[2].weight.data = model[2].weight.data.clone()
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="captures again"):
+        step(x)
 
 
 REPLACED = {

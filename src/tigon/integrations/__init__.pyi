@@ -1,5 +1,6 @@
 # The modules of tigon.integrations: the one place that declares them (see tigon/lazy.py).
 from tigon.integrations import axolotl as axolotl
+from tigon.integrations import capture as capture
 from tigon.integrations import hub as hub
 from tigon.integrations import liger as liger
 from tigon.integrations import lightning as lightning

@@ -65,6 +65,12 @@ class FuseArguments:
             "help": "For dpo, grpo, rloo: compute a prompt once for all its completions. auto: where that is faster."
         },
     )
+    capture: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata={
+            "help": "Replay forward and backward pass as a CUDA graph. auto: where Python is slower than the device."
+        },
+    )
     tokenizer_name_or_path: str | None = field(
         default=None,
         metadata={"help": "Tokenizer; default: the model's, or for a preset, a tokenizer trained on the data."},

@@ -22,6 +22,7 @@ from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
 from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
+from tigon.integrations.capture import CapturedSteps
 from tigon.manifest import check_manifest, write_manifest
 
 # The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
@@ -30,7 +31,8 @@ PRETRAINED = (
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
 )  # fmt: skip
 
-
+# Tasks whose steps --capture auto captures: their losses read nothing on the host.
+CAPTURED = ("sft", "reward")
 # Tasks that a system brings: the module of each holds a function `make_trainer`.
 SYSTEM_TASKS = {"rank": "tigon.rank.cli.train_task"}
 
@@ -54,6 +56,8 @@ def run(options: TrainOptions) -> None:
         trainer, fusion = make_trainer(options)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
+        if options.fuse.capture == "on" or (options.fuse.capture == "auto" and options.task in CAPTURED):
+            trainer.add_callback(CapturedSteps(trainer, options.fuse.capture))
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()

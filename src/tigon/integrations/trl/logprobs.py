@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import BoundForward
 from tigon.integrations.trl.swap import Side, Swaps, bind, clone, global_names, read_signature
+from tigon.kernels import rehearsal
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
 from tigon.losses.linear_logprob import linear_logprob
@@ -46,8 +47,10 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
             continue
         instead: dict[str, Any] = {name: _Projection(own, signature, role, swaps, keep_bytes)}
         if callable(on_gpu := function.__globals__.get("_use_triton")):
-            # Leave rows without a label out on a CPU too, as TRL does on a GPU.
-            instead["_use_triton"] = lambda device, on_gpu=on_gpu: device.type == "cpu" or on_gpu(device)
+            # Leave rows without a label out on a CPU too, as TRL does on a GPU; in a CUDA graph nothing counts them.
+            instead["_use_triton"] = lambda device, on_gpu=on_gpu: (
+                not rehearsal.active and (device.type == "cpu" or on_gpu(device))
+            )
         # Mixed precision has wrapped the reference's forward by now. The clone bypasses that wrapper, and so needs
         # autocast itself.
         context = contextlib.nullcontext if direct else trainer.accelerator.autocast

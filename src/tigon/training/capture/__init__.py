@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from tigon.training.capture.optimizers import (
     check_capturable,
     check_host,
     list_optimizers,
+    list_parameters,
     read_host_state,
 )
 from tigon.training.capture.recorder import Recorder, can_capture, filter_warnings, is_capturing
@@ -47,6 +48,7 @@ def graph_step(
     step: Callable[P, R],
     optimizer: Optimizer | Sequence[Optimizer] | None,
     *,
+    gradients: Iterable[Tensor] | None = None,
     warmup: int = 3,
     max_graphs: int = 8,
 ) -> GraphStep[P, R]:
@@ -57,18 +59,22 @@ def graph_step(
             Arguments and results are tensors, numbers and strings, also in lists, tuples and dicts; tensors come back
             detached. Everything else, such as the model, comes from the enclosing scope.
         optimizer: the optimizers that step calls, made with capturable=True where they have that option; None if step
-            calls none and leaves no gradients.
+            calls none.
+        gradients: without an optimizer, the parameters whose gradients step leaves for clipping and an optimizer
+            after the call. The graph adds to a gradient that is there before the call, and makes the others in its own
+            memory, where they are valid until the next call.
         warmup: how many calls with new shapes run eagerly before the capture. These are regular training steps.
         max_graphs: how many graphs are kept. With further shapes the step runs eagerly.
     Returns: a `GraphStep`, which takes step's arguments and returns step's results, with the same numbers as an eager
         step.
     Raises: TypeError for an optimizer that is not an Optimizer, for other arguments and results, and for
-        `MicroBatchSAM`; ValueError for warmup or max_graphs below 1, optimizers that are not capturable or not named,
-        inputs on two devices, inputs that require grad, autocast around the call, and an optimizer number that changed
-        after the capture; RuntimeError for a step that cannot be captured.
+        `MicroBatchSAM`; ValueError for warmup or max_graphs below 1, gradients beside an optimizer, optimizers that are
+        not capturable or not named, inputs on two devices, inputs that require grad, autocast around the call, and an
+        optimizer number that changed after the capture; RuntimeError for a step that cannot be captured.
 
     On a CPU every call is eager. Python does not run in a replay: prints, counts and decisions stay those of the
-    capture, and the parameters' gradients are None afterwards. `docs/how-to/cuda-graphs.md` lists the limits.
+    capture, and the parameters' gradients are None afterwards, except for `gradients`.
+    `docs/how-to/cuda-graphs.md` lists the limits.
 
         def step(input_ids, labels):
             loss = model(input_ids=input_ids, labels=labels).loss
@@ -81,7 +87,7 @@ def graph_step(
         for batch in loader:
             loss = step(batch["input_ids"], batch["labels"])
     """
-    return GraphStep(step, optimizer, warmup=warmup, max_graphs=max_graphs)
+    return GraphStep(step, optimizer, gradients=gradients, warmup=warmup, max_graphs=max_graphs)
 
 
 class GraphStep(Generic[P, R]):
@@ -91,7 +97,13 @@ class GraphStep(Generic[P, R]):
     """
 
     def __init__(
-        self, step: Callable[P, R], optimizer: Optimizer | Sequence[Optimizer] | None, *, warmup: int, max_graphs: int
+        self,
+        step: Callable[P, R],
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        *,
+        gradients: Iterable[Tensor] | None,
+        warmup: int,
+        max_graphs: int,
     ) -> None:
         if not callable(step):
             raise TypeError(f"graph_step: step must be a function, got {type(step).__name__}.")
@@ -100,6 +112,9 @@ class GraphStep(Generic[P, R]):
                 raise ValueError(f"graph_step: {name} must be an integer, at least 1, got {number!r}.")
         self._step, self._warmup, self._most = step, warmup, max_graphs
         self._optimizers = list_optimizers(optimizer)
+        if self._optimizers and gradients is not None:
+            raise ValueError("graph_step: gradients must be None where step calls the optimizer, which uses them up.")
+        self._leaves = list(gradients or ())
         self._warned: set[str] = set()
         self._recorder: Recorder | None = None
         self._stepped: set[int] = set()
@@ -135,7 +150,9 @@ class GraphStep(Generic[P, R]):
         device = self._device(tensors)
         if device is None:
             return self._run_eagerly(signature, tensors)
-        key = signature, _read_modes(device)
+        # Whether the graph adds to a gradient or makes it, and for which parameters, is decided in the capture.
+        leaves = tuple((p.grad is None, p.requires_grad) for p in self._leaves)
+        key = signature, _read_modes(device), leaves
         graph = self._graphs.get(key)
         if graph is not None and graph.is_stale():
             self._warn_once(
@@ -189,7 +206,7 @@ class GraphStep(Generic[P, R]):
         return device
 
     def _devices_of_parameters(self) -> set[torch.device]:
-        return {p.device for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        return {p.device for p in list_parameters(self._optimizers) or self._leaves}
 
     def _run(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[Signature, list[Tensor]]:
         """Call the step; returns the result's signature and tensors, detached."""
@@ -221,7 +238,7 @@ class GraphStep(Generic[P, R]):
             # Copies, as the capture reads: memory alignment decides which kernel is compiled.
             returned, results = self._run(signature, [t.clone() for t in tensors])
         returned.check_results(results, device)
-        self._recorder.hand_over(results)
+        self._recorder.hand_over([*results, *(p.grad for p in self._leaves if p.grad is not None)])
         idle = [o for o in self._optimizers if id(o) not in self._stepped]
         if idle:
             raise RuntimeError(
@@ -235,7 +252,7 @@ class GraphStep(Generic[P, R]):
         assert self._recorder is not None
         self._check_modes(device)
         inputs = [t.clone() for t in tensors]
-        state = OptimizerState(self._optimizers)
+        state = OptimizerState(self._optimizers, self._leaves)
         before = read_host_state(self._optimizers)
 
         def run() -> tuple[Signature, list[Tensor]]:
@@ -307,7 +324,7 @@ class _Graph:
         for mine, t in zip(self._inputs, tensors, strict=True):
             mine.copy_(t)
         self._replay()
-        self._state.clear_gradients()
+        self._state.end_replay()
         # Copies: the next replay overwrites the graph's own.
         return self._returned.rebuild(t.clone() for t in self._results)
 

@@ -14,21 +14,29 @@ from tigon.training.micro_batch_sam import MicroBatchSAM
 
 
 class OptimizerState:
-    """Optimizer memory and numbers that a graph works on, from before the capture to its end."""
+    """Optimizer memory and numbers that a graph works on, from before the capture to its end.
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    leaves: without optimizers, the parameters whose gradients the graph leaves for others.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], leaves: Sequence[Tensor] = ()) -> None:
         groups = [group for o in optimizers for group in o.param_groups]
-        parameters = {id(p): p for group in groups for p in group["params"]}
+        parameters = list_parameters(optimizers) or leaves
         self._optimizers = [(o, o.state, len(o.param_groups)) for o in optimizers]
-        self._grads: list[tuple[Tensor, int, Tensor | None]] = [(p, p.data_ptr(), p.grad) for p in parameters.values()]
+        self._grads: list[tuple[Tensor, int, Tensor | None]] = [(p, p.data_ptr(), p.grad) for p in parameters]
+        self._hands_over = bool(leaves)
+        self._made: list[tuple[Tensor, Tensor]] = []
         self._groups = [(group, _numbers(group), _tensors(group)) for group in groups]
 
     def end_capture(self) -> None:
         """Record the gradients that existed before the capture and still do: the graph adds to them.
 
-        Others were created in the graph's memory, where the next replay of any graph overwrites them.
+        Others were created in the graph's memory, where the next replay of any graph overwrites them; held here, they
+        keep their place.
         """
         self._grads = [(p, address, grad if grad is p.grad else None) for p, address, grad in self._grads]
+        if self._hands_over:
+            self._made = [(p, p.grad) for p, _, grad in self._grads if grad is None and p.grad is not None]
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -36,6 +44,12 @@ class OptimizerState:
         for p, _, grad in self._grads:
             if grad is None:
                 p.grad = None
+
+    def end_replay(self) -> None:
+        """Put the gradients that this graph makes where an optimizer finds them, or drop them."""
+        self.clear_gradients()
+        for p, grad in self._made:
+            p.grad = grad
 
     def is_stale(self) -> bool:
         if any(o.state is not state or len(o.param_groups) != n for o, state, n in self._optimizers):
@@ -79,6 +93,10 @@ def list_optimizers(given: Any) -> list[Optimizer]:
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             several[i] = optimizer = inner
     return several
+
+
+def list_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
 
 
 def check_capturable(optimizer: Optimizer) -> None:
