@@ -396,9 +396,17 @@ def _gptj():
     return T.GPTJForCausalLM(T.GPTJConfig(vocab_size=97, **sizes))
 
 
+def _llama4():
+    """Every other layer attends inside chunks, which documents are shorter than."""
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
+    chunks = {"attention_chunk_size": 16, "no_rope_layer_interval": 2, "attn_temperature_tuning": False}
+    return T.Llama4ForCausalLM(small(T.Llama4TextConfig, **sizes, **chunks))
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (_llama4, "the model's mask is more than causal"),
         (_reads_masks, "the model itself reads the mask"),
         (_gptj, "no causal attention in it uses transformers' registry"),
     ],

@@ -1,6 +1,6 @@
 """Masks for packed batches, not built unless read; and the decoder's forward that hands these masks to its layers.
 
-transformers' decoders make their masks by two functions. The rewritten forward sees others under the same names, which
+transformers' decoders make their masks by functions. The rewritten forward sees others under the same names, which
 return a `PackedMask` in a packed call: the documents and the window. Layers pass this mask on like any mask, through
 checkpoints too. Attention that Tigon rewrote reads the documents from the mask. All other code gets the dense mask.
 """
@@ -22,7 +22,8 @@ from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.shared_prefix.attention import Shared
 
-MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
+CHUNKED = "create_chunked_causal_mask"
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED)
 # Attention that takes a dense mask. Flash attention reads packed batches itself.
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
@@ -179,7 +180,7 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
         if not call.defers:
             return build()
-        if any(given.get(change) is not None for change in CHANGES):
+        if name == CHUNKED or any(given.get(change) is not None for change in CHANGES):
             call.count_fallback("the model's mask is more than causal")
             return build()
         return PackedMask(call, config.sliding_window if "sliding" in name else None, build)
