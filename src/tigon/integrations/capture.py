@@ -77,6 +77,7 @@ class CapturedSteps(TrainerCallback):
         self._max_graphs, self._print = max_graphs, report
         self._puts: list[tuple[Any, str, Any]] = []
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._attached: list[tuple[Tensor, Tensor, int]] = []
         self._pending: list[tuple[tuple[str, ...], Tensor]] = []
         self._filters = False
         if can_capture(trainer.args.device):
@@ -212,15 +213,21 @@ class CapturedSteps(TrainerCallback):
 
     def _attach_gradients(self) -> None:
         """With accumulation, all graphs add to the same gradients, which the Trainer has taken off the parameters."""
-        if self._gradients and self._gradients[0][0].grad is None:
+        if self._gradients and all(p.grad is None for p, _ in self._gradients):
             torch._foreach_zero_([grad for _, grad in self._gradients])
-            for p, grad in self._gradients:
+            self._attached = [(p, grad, grad._version) for p, grad in self._gradients if p.requires_grad]
+            for p, grad, _ in self._attached:
                 p.grad = grad
 
     def _keep_gradients(self, model: Any) -> None:
         trainer = self.trainer
-        is_last = trainer.accelerator.sync_gradients
-        if trainer.args.gradient_accumulation_steps > 1 and is_last and not self._gradients and not self.reason:
+        if trainer.args.gradient_accumulation_steps == 1 or not trainer.accelerator.sync_gradients:
+            return
+        for p, grad, version in self._attached:
+            if grad._version == version and p.grad is grad:  # no micro-batch used p: the optimizer must leave p out
+                p.grad = None
+        self._attached = []
+        if not self._gradients and not self.reason:
             self._gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
 
     # ---------------------------------------------------------------------------------------------- losses, metrics
@@ -276,7 +283,7 @@ class CapturedSteps(TrainerCallback):
             else:
                 vars(instance)[name] = before
         self._puts.clear()
-        self._gradients = []
+        self._gradients, self._attached = [], []
         if self.graph is not None:
             self.graph.reset()
 

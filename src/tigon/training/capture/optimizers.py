@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from tigon.training.micro_batch_sam import MicroBatchSAM
@@ -26,6 +27,8 @@ class OptimizerState:
         self._grads: list[tuple[Tensor, int, Tensor | None]] = [(p, p.data_ptr(), p.grad) for p in parameters]
         self._hands_over = bool(leaves)
         self._made: list[tuple[Tensor, Tensor]] = []
+        self._added: list[Tensor] = []
+        self._versions = [None if p.grad is None else p.grad._version for p in parameters]
         self._groups = [(group, _numbers(group), _tensors(group)) for group in groups]
 
     def end_capture(self) -> None:
@@ -36,6 +39,8 @@ class OptimizerState:
         """
         self._grads = [(p, address, grad if grad is p.grad else None) for p, address, grad in self._grads]
         if self._hands_over:
+            kept = zip(self._grads, self._versions, strict=True)
+            self._added = [grad for (*_, grad), before in kept if grad is not None and grad._version != before]
             self._made = [(p, p.grad) for p, _, grad in self._grads if grad is None and p.grad is not None]
         self.clear_gradients()
 
@@ -46,8 +51,13 @@ class OptimizerState:
                 p.grad = None
 
     def end_replay(self) -> None:
-        """Put the gradients that this graph makes where an optimizer finds them, or drop them."""
+        """Put the gradients that this graph makes where an optimizer finds them, or drop them.
+
+        The others that the graph adds to count the change, as after an eager step.
+        """
         self.clear_gradients()
+        if self._added:
+            increment_version(self._added)
         for p, grad in self._made:
             p.grad = grad
 
