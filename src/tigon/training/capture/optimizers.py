@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,7 +136,9 @@ def _tensors(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 def read_host_state(optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
     """State that a step may change on the host: a replay would skip or repeat the change."""
-    state: dict[Any, Any] = {"random numbers": (random.getstate(), torch.get_rng_state().tolist())}
+    numpy: Any = sys.modules.get("numpy.random")  # layers of transformers' speech models draw there
+    drawn = None if numpy is None else pickle.dumps(numpy.get_state())
+    state: dict[Any, Any] = {"random numbers": (random.getstate(), torch.get_rng_state().tolist(), drawn)}
     for at, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):
