@@ -29,7 +29,7 @@ from tigon.install import install
 from tigon.integrations.sam import MicroBatchSAMCallback
 from tigon.kernels import rehearsal
 from tigon.training.capture import GraphStep, graph_step
-from tigon.training.capture.recorder import can_capture
+from tigon.training.capture.recorder import can_capture, is_capturing
 
 try:
     from accelerate import DistributedType
@@ -110,6 +110,7 @@ class CapturedSteps(TrainerCallback):
             self._run, None, gradients=list(model.parameters()), warmup=WARMUP, max_graphs=self._max_graphs
         )
         self._calls = self._large = 0
+        self._draws = False
         sizes = [p.numel() for p in model.parameters() if p.dim() > 1]
         self.most_tokens = int(MOST_WORK * len(sizes) / max(1, sum(sizes)))
         self._own = self.trainer.training_step
@@ -118,8 +119,7 @@ class CapturedSteps(TrainerCallback):
             for name in ("log", "evaluate"):
                 self._put(self.trainer, name, self._flush_before(getattr(self.trainer, name)))
         for module, function in list_checkpoints(model):
-            # There is no dropout, so there is no random state to bring back.
-            self._put(module, "_gradient_checkpointing_func", functools.partial(function, preserve_rng_state=False))
+            self._put(module, "_gradient_checkpointing_func", functools.partial(self._checkpoint, function))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._restore_filter()
@@ -165,6 +165,9 @@ class CapturedSteps(TrainerCallback):
         """The micro-batch's loss, with its gradients in place; None if the Trainer's own step must run."""
         trainer, graph = self.trainer, self.graph
         assert graph is not None
+        if self._draws:
+            self._give_up("a checkpointed layer draws random numbers, whose state is saved on the host: dropout or noise")
+            return None
         if not model.training:  # after an evaluation; a replay runs no Python that would see to it
             model.train()
             if callable(train := getattr(trainer.optimizer, "train", None)):
@@ -208,6 +211,17 @@ class CapturedSteps(TrainerCallback):
         names = tuple(name for name, _ in collected)
         values = torch.stack([value.double() for _, value in collected]) if collected else None
         return {"loss": loss, "names": names, "values": values}
+
+    def _checkpoint(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a checkpointed layer. A capture cannot save the random state, which the steps before it must not need."""
+        device = self.trainer.args.device
+        if is_capturing(device):
+            return own(*args, **kwargs, preserve_rng_state=False)
+        read = functools.partial(torch.cuda.get_rng_state, device) if device.type == "cuda" else torch.get_rng_state
+        before = read()
+        outputs = own(*args, **kwargs)
+        self._draws = self._draws or not torch.equal(read(), before)
+        return outputs
 
     # ------------------------------------------------------------------------------------------------- gradients
 
@@ -336,8 +350,6 @@ def find_obstacle(trainer: Any, mode: Mode) -> str:
             return f"{name}.{method} is your own, and Python would not run in a replay; mode='on' captures it"
     if mode == "auto" and getattr(trainer, "compute_loss_func", None) is not None:
         return "compute_loss_func is your own, and Python would not run in a replay; mode='on' captures it"
-    if list_checkpoints(trainer.model) and has_dropout(trainer.model):
-        return "gradient checkpointing saves the random state of dropout on the host"
     return ""
 
 
@@ -350,15 +362,6 @@ def list_checkpoints(model: nn.Module) -> list[tuple[nn.Module, Callable[..., An
         if getattr(function, "func", function) is checkpoint and saves and getattr(module, "gradient_checkpointing", 0):
             found.append((module, function))
     return found
-
-
-def has_dropout(model: nn.Module) -> bool:
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        if any("drop" in name and isinstance(p, float) and p > 0 for name, p in vars(module).items()):
-            return True
-    return False
 
 
 # ------------------------------------------------------------------------------------------------------------ masks
