@@ -589,12 +589,33 @@ def test_masks_of_ones_are_marked_and_others_are_not():
     documents = torch.tensor([[1, 1, 2]])
     padded = torch.tensor([[1, 0]])
     for mask, dtype in (
-        (ones, torch.int8), (ones > 0, torch.int8), (documents, torch.int64), (padded, torch.int64),
-        (padded.to(torch.int8), torch.int64), (ones.float(), torch.float32), (padded > 0, torch.bool),
+        (ones, torch.int8), (ones.int(), torch.int8), (ones > 0, torch.bool), (documents, torch.int64),
+        (padded, torch.int64), (padded.to(torch.int8), torch.int64), (padded > 0, torch.bool),
+        (ones.float(), torch.float32),
     ):  # fmt: skip
         assert marker(mask)["attention_mask"].dtype == dtype
         assert torch.equal(marker(mask)["attention_mask"].double(), mask.double())
     assert module.MaskMarker(lambda _: {"input_ids": ones})(None) == {"input_ids": ones}
+
+
+class Reads(LlamaForCausalLM):
+    """Computes with the mask itself."""
+
+    def forward(self, input_ids=None, labels=None, attention_mask=None, **kwargs):
+        self.seen = getattr(self, "seen", set()) | {attention_mask.dtype}
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["captured", "large", "refused", "bool"])
+def test_models_see_the_collators_masks(kind, recorded, tmp_path, monkeypatch):
+    dtype = torch.bool if kind == "bool" else torch.int64
+    monkeypatch.setattr(module, "MOST_WORK", 0 if kind == "large" else 2e10)
+    made = make(tmp_path, Reads(llama().config), kind=Counts if kind == "refused" else Trainer, max_steps=5)
+    collate = made.data_collator
+    made.data_collator = lambda rows: (b := collate(rows)) | {"attention_mask": b["attention_mask"].to(dtype)}
+    with pytest.warns(UserWarning, match="your own") if kind == "refused" else contextlib.nullcontext():
+        train(made, True, mode="auto")
+    assert made.model.seen == {dtype}
 
 
 def test_only_causal_masks_are_left_out(monkeypatch):

@@ -423,7 +423,10 @@ REFUSED = {  # what a step does with its optimizer and loss after the backward p
     "a number": (sgd, lambda o, loss: [o.step(), loss.item()], "results of the step must be tensors on cpu", 1),
     "torch's draw": (sgd, lambda o, loss: [o.step(), torch.rand(()) + loss][1], "must draw its .* on the GPU", EAGER),
     "Python's draw": (sgd, lambda o, loss: [o.step(), loss * random.random()][1], "must draw its .* GPU", EAGER),
-    "NumPy's draw": (sgd, lambda o, loss: [o.step(), loss * numpy.random.rand()][1], "must draw its .* GPU", EAGER),
+    "NumPy's draw": (  # of the generator that models share
+        sgd, lambda o, loss: [o.step(), loss * numpy.random.rand()][1],  # noqa: NPY002
+        "must draw its .* GPU", EAGER,
+    ),
     "counts": (  # its step counters are on the CPU, and it does not say whether it can be captured
         lambda m: torch.optim.Adagrad(m.parameters()), lambda o, loss: [o.step(), o.zero_grad()],
         "step must not change Adagrad's state 'step' .* An optimizer that counts on the host cannot be captured", EAGER,

@@ -81,7 +81,7 @@ class CapturedSteps(TrainerCallback):
         self._pending: list[tuple[tuple[str, ...], Tensor]] = []
         self._filters = False
         if can_capture(trainer.args.device):
-            vars(trainer)["get_train_dataloader"] = mark_masks(trainer, trainer.get_train_dataloader)
+            vars(trainer)["get_train_dataloader"] = mark_masks(trainer, trainer.get_train_dataloader, mode)
             if trainer.args.dataloader_pin_memory:  # else the copy of a batch waits for the step before it
                 trainer.accelerator.dataloader_config.non_blocking = True
 
@@ -143,13 +143,13 @@ class CapturedSteps(TrainerCallback):
             found = None
             if self._is_large(inputs):
                 self._large += 1
-                loss: Tensor = own(model, inputs, num_items_in_batch)
+                loss: Tensor = own(model, unmark(inputs), num_items_in_batch)
             else:
                 # A graph's losses visit every row, and so do eager losses in here: the bits of a step depend on its
                 # shape, not on whether the shape came often enough for a graph, which a resumed run would not know.
                 with rehearsal(), score_all_positions():
                     found = None if self.reason else self._step(model, inputs, num_items_in_batch)
-                    loss = own(model, inputs, num_items_in_batch) if found is None else self._filter(found)
+                    loss = own(model, unmark(inputs), num_items_in_batch) if found is None else self._filter(found)
             self._keep_gradients(model)
             return loss
 
@@ -166,7 +166,9 @@ class CapturedSteps(TrainerCallback):
         trainer, graph = self.trainer, self.graph
         assert graph is not None
         if self._draws:
-            self._give_up("a checkpointed layer draws random numbers, whose state is saved on the host: dropout or noise")
+            self._give_up(
+                "a checkpointed layer draws random numbers, whose state is saved on the host: dropout or noise"
+            )
             return None
         if not model.training:  # after an evaluation; a replay runs no Python that would see to it
             model.train()
@@ -204,10 +206,8 @@ class CapturedSteps(TrainerCallback):
             stack.enter_context(NumbersOnDevice())
             if is_causal_batch(batch):
                 stack.enter_context(leave_out_causal_masks())
-            if isinstance(mask := batch.get("attention_mask"), Tensor) and mask.dtype == FULL:
-                batch["attention_mask"] = mask.long()
             collected = stack.enter_context(collect_metrics(self.trainer))
-            loss = self._own(self._model, batch, num_items_in_batch)
+            loss = self._own(self._model, unmark(batch), num_items_in_batch)
         names = tuple(name for name, _ in collected)
         values = torch.stack([value.double() for _, value in collected]) if collected else None
         return {"loss": loss, "names": names, "values": values}
@@ -368,7 +368,7 @@ def list_checkpoints(model: nn.Module) -> list[tuple[nn.Module, Callable[..., An
 
 
 class MaskMarker:
-    """A collator whose attention masks of ones come as int8, so that no device is asked whether a mask is needed."""
+    """A collator whose attention masks of integer ones come as int8: no device is asked whether a mask is needed."""
 
     def __init__(self, collator: Callable[[Any], Any]) -> None:
         self.collator = collator
@@ -376,19 +376,29 @@ class MaskMarker:
     def __call__(self, features: Any) -> Any:
         batch = self.collator(features)
         mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-        if isinstance(mask, Tensor) and mask.device.type == "cpu" and mask.dim() == 2 and not mask.is_floating_point():
-            if bool((mask == 1).all()):
+        if isinstance(mask, Tensor) and mask.device.type == "cpu" and mask.dim() == 2:
+            if mask.dtype in (torch.int64, torch.int32, FULL) and bool((mask == 1).all()):
                 batch["attention_mask"] = mask.to(FULL)
             elif mask.dtype == FULL:
                 batch["attention_mask"] = mask.long()
         return batch
 
 
-def mark_masks(trainer: Any, own: Callable[[], Any]) -> Callable[[], Any]:
-    """A trainer's get_train_dataloader whose batches have marked masks."""
+def unmark(batch: Any) -> Any:
+    """The batch with the mask that a model expects."""
+    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    if isinstance(mask, Tensor) and mask.dtype == FULL:
+        batch["attention_mask"] = mask.long()
+    return batch
+
+
+def mark_masks(trainer: Any, own: Callable[[], Any], mode: Mode) -> Callable[[], Any]:
+    """A trainer's get_train_dataloader whose batches have marked masks, if the steps can be captured."""
 
     @functools.wraps(own)
     def get_train_dataloader() -> Any:
+        if find_obstacle(trainer, mode):
+            return own()
         collator = trainer.data_collator
         trainer.data_collator = MaskMarker(collator)
         try:
