@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from zoo import BASE, build  # noqa: E402
 
-from tigon.fusion.documents import attention  # noqa: E402
+from tigon.fusion.documents import attention, packs  # noqa: E402
 from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5)
@@ -118,6 +118,17 @@ def test_positions_that_restart_tell_the_documents(llama, want, no_masks):
         loss = llama(**without_offsets(pack(documents()))).loss
         assert fusion.report().calls["documents"] == 2
     torch.testing.assert_close(loss, want[0])
+
+
+def test_positions_tell_the_documents_in_a_capture(llama, want, monkeypatch):
+    """transformers would look for documents only without a cache."""
+    monkeypatch.setattr(packs, "is_captured", lambda t: True)
+    with tigon.fuse(llama), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(llama(**without_offsets(pack(documents()))).loss, want[0])
+        for positions in (torch.arange(24)[None], None):
+            ids = torch.arange(3, 27)[None]
+            torch.testing.assert_close(llama(ids, position_ids=positions).logits, llama(ids).logits)
 
 
 def test_positions_of_text_and_images_tell_the_documents(request):

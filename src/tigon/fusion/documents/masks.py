@@ -81,7 +81,7 @@ class PackedForward:
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
-                if not torch.compiler.is_compiling():
+                if documents.offsets is not None and not torch.compiler.is_compiling():
                     self._warn_of_leaks(module)
                 return self.forward(module, **arguments)
             if documents is not None:

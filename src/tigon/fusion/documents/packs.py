@@ -20,7 +20,8 @@ class Documents:
     """The documents in a packed batch, whose rows count as one behind the other.
 
     offsets: (B + 1,) int32, the start of each document and the number of tokens; None where positions alone tell, and
-    torch.compile traces. shape: the batch's rows and tokens. positions: the call's own, or None.
+    torch.compile traces or a CUDA graph is captured. shape: the batch's rows and tokens. positions: the call's own,
+    or None.
     """
 
     def __init__(self, offsets: Tensor | None, shape: tuple[int, int], positions: Tensor | None = None) -> None:
@@ -86,10 +87,9 @@ def _read_positions(positions: Any, shape: tuple[int, int]) -> Documents | None:
         positions = positions[0]
     if positions.dim() != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens or tokens < 2:
         return None
-    if torch.compiler.is_compiling():  # how many there are is unknown; transformers' mask needs no number
+    # How many there are is unknown, and a capture cannot wait for the device; transformers' mask needs no number.
+    if torch.compiler.is_compiling() or is_captured(positions):
         return Documents(None, shape, positions)
-    if is_captured(positions):  # a capture cannot wait for the device
-        return None
     begins = torch.ones(shape, dtype=torch.bool, device=positions.device)
     begins[:, 1:] = positions.diff(dim=-1) != 1
     starts = begins.view(-1).nonzero()[:, 0]
