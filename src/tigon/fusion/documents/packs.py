@@ -43,7 +43,8 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
 
     call: the forward's arguments by name. A call is packed by transformers' rules: it has `cu_seq_lens_q`, or
     positions that restart within a row and no mask. The host waits for the device only where positions alone tell.
-    Raises: ValueError for offsets beside a mask that leaves tokens out: attention other than flash would mix documents.
+    Raises: ValueError for offsets beside a mask that leaves tokens out, or without positions beside masks that another
+        model made: attention other than flash would mix documents.
     """
     offsets, positions, mask = (call.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
     x = next((t for t in (call.get("input_ids"), call.get("inputs_embeds")) if isinstance(t, Tensor)), None)
@@ -69,6 +70,11 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
                 "fuse: a packed batch must come without attention_mask, which leaves tokens out beside cu_seq_lens_q; "
                 "make the padding a document of its own, with labels of -100."
             )
+    elif isinstance(mask, dict) and positions is None:
+        raise ValueError(
+            "fuse: a packed batch must come with position_ids that restart in each document beside cu_seq_lens_q: the "
+            "model around the decoder makes the masks, and looks for documents in position_ids alone."
+        )
     elif mask is not None:
         return "the call brings a mask"
     return Documents(offsets.to(x.device, torch.int32), shape)
