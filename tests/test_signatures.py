@@ -41,6 +41,7 @@ LONG = {
     "prefix_attention": "q, k, v and their layout, and the options of attention functions by their names",
     "search_blocks": "what is searched by what, where it is kept and measured, and what a search says",
     "quantized_embedding": "as embedding_bag",
+    "varlen_attention": "as prefix_attention, with offsets and sinks",
     "qk_norm_rope": "six tensors, and the options of rms_norm by their names",
 }
 X = torch.randn(2, 4)

@@ -57,6 +57,7 @@ from tigon.ops.rope import Rope as Rope
 from tigon.ops.rope import rope as rope
 from tigon.ops.softmax import softmax as softmax
 from tigon.ops.sparsemax import sparsemax as sparsemax
+from tigon.ops.varlen_attention import varlen_attention as varlen_attention
 from tigon.rank.kernels.outer_softmax import outer_softmax as outer_softmax
 from tigon.retrieve.scan import filtered_topk as filtered_topk
 from tigon.retrieve.scan.bits import RowBits as RowBits

@@ -198,7 +198,9 @@ class Fusion:
             calls = ledger.calls[key]
             advice = what.advice if isinstance(what, Reason) else ""
             why = ledger.fallbacks.get(key)
-            idle = "; ".join(why) if why else NOT_CALLED if fused and ledger.steps and not calls else ""
+            if not why and fused and ledger.steps and not calls:
+                why = [next((part.idle for part in select_parts({kind})), NOT_CALLED)]
+            idle = "; ".join(why or ())
             rows.append(Row(kind, name, count, fused, str(what), calls, advice, idle))
         parts = select_parts({row.kind for row in rows if row.fused})
         return Report(
@@ -309,6 +311,7 @@ class Fusion:
             return id(module) not in others and site.find_patch(module) is not None
 
         inner = [m for model in entrances for m in find_backbones(model, is_part) if id(m) not in entered]
+        inner += [model for model in site.packed if id(model) not in entered]
         for model, is_inner in [*((m, False) for m in entrances), *((m, True) for m in dict.fromkeys(inner))]:
             patch = site.find_patch(model)
             if patch is None or not patch.is_installed_on(model):  # the model itself may be a norm, say
@@ -316,6 +319,10 @@ class Fusion:
                     continue  # another's forward stays
                 site.install(model, *make_step_forward(model, self._ledger, inner=is_inner))
                 self._ledger.has_entrance = True
+        for model, packed in site.packed.items():
+            patch = site.find_patch(model)
+            if patch is not None and patch.part is None:
+                patch.packed = packed
 
     def _refresh(self) -> None:
         """Run the parts that act on the whole model again, where the model has changed since."""

@@ -20,7 +20,7 @@ from torch import nn
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import Patch, install, restore
 from tigon.fusion.engine.probe import compute_signature, list_settings
-from tigon.fusion.engine.reasons import EXCLUDED, FUSED_BEFORE, REPLACED, Reason
+from tigon.fusion.engine.reasons import EXCLUDED, FUSED_BEFORE, NOT_CALLED, REPLACED, Reason
 from tigon.fusion.engine.rewrite import rewrite_forward
 
 T = TypeVar("T")
@@ -50,12 +50,14 @@ class Part:
     stage: when fuse tries the part.
     argument: the keyword in `tigon.fuse` that switches on a part that is off by default; empty for all others.
     compiled: a sentence for the report about torch.compile, if other code than the part's runs there.
+    idle: why replaced modules did not run in a step, a clause, where no call gave another reason.
     """
 
     kind: str
     stage: Stage = Stage.MODULE
     argument: str = ""
     compiled: str = ""
+    idle: str = NOT_CALLED
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         """Replace a module that is this part's kind, or add a row with the reason why not. Ignore other modules."""
@@ -121,6 +123,7 @@ class Site:
 
     model: the model being fused. ledger: the state that its replaced forwards share.
     entrances: models inside, or the model itself, whose forward begins a step and tells the head of labels.
+    packed: decoders, with what runs their packed calls.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Site:
     ) -> None:
         self.model, self.ledger = model, ledger
         self.entrances: list[nn.Module] = []
+        self.packed: dict[nn.Module, Callable[..., Any]] = {}
         self._record, self._fusion = record, fusion
         self._claimed: set[int] = set()
         self._where = where

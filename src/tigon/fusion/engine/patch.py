@@ -76,6 +76,7 @@ class Patch:
     is_head_norm: whether this norm acts on attention heads, whose result the module around it rotates next.
     fp8: what the module needs to run in FP8; None for bf16.
     is_inner: whether this is a backbone's forward, which begins a step only where it is called alone.
+    packed: in a decoder, what runs packed calls: packed(ledger, module, forward, *args, **kwargs).
     rewritten_by: parts that have rewritten this forward since, in order.
     """
 
@@ -86,6 +87,7 @@ class Patch:
     is_head_norm = False
     fp8: Any = None
     is_inner = False
+    packed: Callable[..., Any] | None = None
     rewritten_by: tuple[Any, ...] = ()
 
     def __init__(

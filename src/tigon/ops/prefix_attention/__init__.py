@@ -9,22 +9,19 @@ et al. 2024, https://arxiv.org/abs/2402.05099; candidates ranked jointly: LiGR, 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, check_tensors, use_triton
+from tigon.kernels import autocast_device, autocast_dtype, use_triton
 from tigon.ops.example import Example
+from tigon.ops.prefix_attention.checks import check_attention
 from tigon.ops.prefix_attention.launches import _prefix_attention, choose_tables
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
 
 __all__ = ["PrefixLayout", "prefix_attention", "prefix_attention_reference"]
-
-# Largest head dimension that fits the kernels' tiles.
-WIDEST = 256
 
 
 def prefix_attention(
@@ -95,33 +92,13 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, across: str, scale: float | None, softcap: float | None,
     window: int | None,
 ) -> None:  # fmt: skip
-    check_tensors("prefix_attention", q=q, k=k, v=v)
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(
-                f"prefix_attention: {name} must be a plain tensor, got a DTensor: pass to_local(), with a layout of "
-                "the local rows."
-            )
+    check_attention("prefix_attention", q, k, v, scale, softcap, window)
     if not isinstance(layout, PrefixLayout):
         raise ValueError(f"prefix_attention: layout must be a tigon.PrefixLayout, got {type(layout).__name__}.")
-    if q.dim() != 3 or not q.dtype.is_floating_point:
-        raise ValueError(f"prefix_attention: q must be (N, H, D) floats, got {tuple(q.shape)} {q.dtype}.")
-    N, H, D = q.shape
-    if not 1 <= D <= WIDEST:
-        raise ValueError(f"prefix_attention: q must have heads of 1 to {WIDEST} numbers, got {D}.")
-    if k.dim() != 3 or k.shape[0] != N or k.shape[2] != D or k.shape[1] < 1 or H % k.shape[1] or H < 1:
+    if layout.rows != q.shape[0]:
         raise ValueError(
-            f"prefix_attention: k must be (N, G, D) beside q {tuple(q.shape)}, H a multiple of G, got {tuple(k.shape)}."
+            f"prefix_attention: layout must count the rows of q, {q.shape[0]}, got one of {layout.rows} rows."
         )
-    if v.shape != k.shape:
-        raise ValueError(f"prefix_attention: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}.")
-    for name, t in (("k", k), ("v", v)):
-        if t.dtype != q.dtype or t.device != q.device:
-            raise ValueError(
-                f"prefix_attention: {name} must be {q.dtype} on {q.device}, as q is, got {t.dtype} on {t.device}."
-            )
-    if layout.rows != N:
-        raise ValueError(f"prefix_attention: layout must count the rows of q, {N}, got one of {layout.rows} rows.")
     if layout.device != q.device:
         raise ValueError(
             f"prefix_attention: layout must lie on q's device {q.device}, got {layout.device}: make it with device=…, "
@@ -129,12 +106,6 @@ def _check(
         )
     if across not in ("none", "suffixes"):
         raise ValueError(f"prefix_attention: across must be 'none' or 'suffixes', got {across!r}.")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"prefix_attention: scale must be positive, got {scale}.")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"prefix_attention: softcap must be positive or None, got {softcap}.")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"prefix_attention: window must be a positive int or None, got {window}.")
 
 
 EXAMPLES = {

@@ -1,0 +1,100 @@
+"""Attention of packed batches by `tigon.varlen_attention`, in the modules that use transformers' attention registry.
+
+The rewritten forward of such a module sees a `Registry` in transformers' place. Where the module's mask is a
+`PackedMask`, attention runs on the documents; any other call runs the function that the configuration names.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.fusion.documents.masks import PackedMask
+from tigon.fusion.shared_prefix.attention import HARMLESS, REGISTRY
+from tigon.kernels import autocast_dtype
+from tigon.ops.prefix_attention.checks import WIDEST
+from tigon.ops.varlen_attention import varlen_attention
+
+SINKS = "s_aux"  # transformers' name for the logits of attention sinks
+
+
+class Registry:
+    """transformers' attention functions, which also take the mask of a packed batch."""
+
+    def __init__(self, registry: Any) -> None:
+        self.registry = registry
+
+    def get_interface(self, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+        function: Callable[..., Any] = self.registry.get_interface(name, default)
+        return function if torch.compiler.is_compiling() else functools.partial(attend, function)
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = self.registry[name]
+        return function if torch.compiler.is_compiling() else functools.partial(attend, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.registry, name)
+
+
+def make_globals(fn: types.FunctionType) -> dict[str, Any]:
+    """What the rewritten forward of an attention module sees in place of transformers' registry."""
+    return {REGISTRY: Registry(fn.__globals__[REGISTRY])}
+
+
+def attend(
+    function: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+    *args: Any, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(B, H, T, D) heads → (B, T, H, D), by documents if the mask is a packed batch's, else by the function given."""
+    if not isinstance(attention_mask, PackedMask):
+        return function(module, query, key, value, attention_mask, *args, **options)  # type: ignore[no-any-return]
+    patch, name = vars(module).get("_tigon"), type(module).__name__
+    documents = attention_mask.documents
+    autocast = autocast_dtype(query.device.type)
+    if autocast is not None and query.dtype != torch.float64:
+        query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
+    why = _why_dense(module, query, key, value, documents.shape, options)
+    if why:
+        if patch is not None:
+            patch.ledger.count_fallback("documents", name, why)
+        return function(module, query, key, value, attention_mask.build(why), *args, **options)  # type: ignore[no-any-return]
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # multi-head latent attention: values are narrower than keys
+        value = F.pad(value, (0, query.shape[-1] - width))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    o = varlen_attention(
+        q, k, v, documents.offsets, scale=options.get("scaling"), window=attention_mask.window,
+        softcap=options.get("softcap"), sinks=options.get(SINKS),
+    )  # fmt: skip
+    if patch is not None:
+        patch.ledger.count("documents", name)
+    return o.unflatten(0, documents.shape)[..., :width], None
+
+
+def _why_dense(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], options: dict[str, Any]
+) -> str | None:
+    """Why packed attention needs the configured function and the dense mask; None if it does not."""
+    if options.get("dropout"):
+        return f"attention has dropout {options['dropout']}"
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        return "attention reads in both directions"
+    if options.get("output_attentions"):
+        return "attention weights were asked for"
+    for option, given in options.items():
+        if isinstance(given, Tensor) and option not in HARMLESS and option != SINKS:
+            return f"attention takes {option}"
+    if q.shape[-1] > WIDEST or v.shape[-1] > k.shape[-1]:
+        return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers do not fit"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
+    if any((t.shape[0], t.shape[2]) != shape for t in (q, k, v)) or q.shape[1] % k.shape[1]:
+        return "keys come from elsewhere"
+    return None

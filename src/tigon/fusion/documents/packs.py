@@ -1,0 +1,89 @@
+"""The documents in a decoder's call: where they begin, from the caller's offsets or from positions that restart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.fusion.engine.patch import is_functorch_active
+from tigon.kernels.graph_capture import is_captured
+
+
+class Documents:
+    """The documents in a packed batch, whose rows count as one behind the other.
+
+    offsets: (B + 1,) int32, the start of each document and the number of tokens. shape: the batch's rows and tokens.
+    """
+
+    def __init__(self, offsets: Tensor, shape: tuple[int, int]) -> None:
+        self.offsets, self.shape = offsets, shape
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Each token's position in its document, (rows, tokens)."""
+        rows, tokens = self.shape
+        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device)
+        document = torch.searchsorted(self.offsets, token, right=True) - 1
+        return (token - self.offsets[document]).long().view(rows, tokens)
+
+
+def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
+    """The documents in a decoder's call; None for a call that is not packed; or why a packed call runs as configured.
+
+    call: the forward's arguments by name. A call is packed by transformers' rules: it has `cu_seq_lens_q`, or
+    positions that restart within a row and no mask. The host waits for the device only where positions alone tell.
+    Raises: ValueError for offsets beside a mask that leaves tokens out: attention other than flash would mix documents.
+    """
+    offsets, positions, mask = (call.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    x = next((t for t in (call.get("input_ids"), call.get("inputs_embeds")) if isinstance(t, Tensor)), None)
+    if x is None or x.is_meta or x.dim() < 2 or is_functorch_active():
+        return None
+    shape = x.shape[0], x.shape[1]
+    if offsets is None and (mask is not None or not isinstance(positions, Tensor)):
+        return None
+    if any(call.get(name) is not None for name in ("encoder_hidden_states", "cache", "block_table")):
+        return None  # `cache`: continuous batching, whose offsets count the tokens of running requests
+    if not _is_empty(call.get("past_key_values")):
+        return None if offsets is None else "a cache was passed"
+    if offsets is None:
+        offsets = _find_offsets(positions, shape)
+        return None if offsets is None else Documents(offsets, shape)
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "fuse: cu_seq_lens_q must be a (B + 1,) int32 or int64 tensor, the start of each document and the number "
+            f"of tokens, got {f'{tuple(offsets.shape)} {offsets.dtype}' if isinstance(offsets, Tensor) else offsets!r}."
+        )
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        if not mask.all():
+            raise ValueError(
+                "fuse: a packed batch must come without attention_mask, which leaves tokens out beside cu_seq_lens_q; "
+                "make the padding a document of its own, with labels of -100."
+            )
+    elif mask is not None:
+        return "the call brings a mask"
+    return Documents(offsets.to(x.device, torch.int32), shape)
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache holds no tokens yet. Static caches count on the device, so they are not asked."""
+    length = 0 if cache is None else cache.get_seq_length()
+    return isinstance(length, int) and length == 0
+
+
+def _find_offsets(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """The offsets of documents that begin wherever a position does not follow the one before; None if only rows do."""
+    rows, tokens = shape
+    if positions.dim() != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens:
+        return None
+    if tokens < 2 or is_captured(positions):  # a capture cannot wait for the device
+        return None
+    begins = torch.ones(shape, dtype=torch.bool, device=positions.device)
+    begins[:, 1:] = positions.diff(dim=-1) != 1
+    starts = begins.view(-1).nonzero()[:, 0]
+    if starts.shape[0] == rows:
+        return None
+    return torch.cat([starts, starts.new_tensor([rows * tokens])]).int()
