@@ -77,8 +77,75 @@ def test_losses_metrics_and_gradients(make, family, options, tmp_path):
     report = fusion.report()
     assert report.tokens["computed"] == report.tokens["real"] < 0.9 * report.tokens["padded"]
     assert not report.padded
-    assert re.search(r"\d+ % of the tokens|\d+% of the tokens", report.last_step())
+    assert re.search(r"\d+% of the tokens of padded batches would be padding; packed: 0%", report.last_step())
     if "num_tokens" in plain[0][0]:  # TRL's own count of the tokens that are not padding
         assert report.tokens["real"] >= max(row.get("num_tokens", 0) for row in plain[0])
     fusion.remove()
     assert "forward" not in vars(trainer.model.base_model)
+
+
+def test_adapters_checkpointing_and_shared_prompts(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainers = []
+    for name in ("plain", "packed", "shared"):
+        torch.manual_seed(5)
+        options = {"peft_config": copy.deepcopy(config), "gradient_checkpointing": True, "max_steps": 2}
+        trainers.append(dpo(tmp_path / name, cases.model(), **options))
+    plain = cases.train(trainers[0])
+    fusion = trl.fuse(trainers[1], packing=True)
+    assert_same(plain, cases.train(trainers[1]))
+    assert fusion.report().tokens["computed"] < 0.9 * fusion.report().tokens["padded"]
+    fusion = trl.fuse(trainers[2], packing=True, shared_prefix=True)
+    assert_same(plain, cases.train(trainers[2]))
+    assert fusion.report().shared  # prompts computed once, and no padding either
+    assert not fusion.report().tokens
+
+
+def test_left_padding_evaluation_and_generation(tmp_path):
+    plain_trainer, trainer = cases.twins(cases.grpo, tmp_path, max_steps=1, per_device_train_batch_size=8)
+    fusion = trl.fuse(trainer, packing=True)
+    assert_same(cases.train(plain_trainer), cases.train(trainer))
+    assert fusion.report().tokens["computed"] < fusion.report().tokens["padded"]
+    plain_trainer, trainer = cases.twins(sft, tmp_path)
+    fusion = trl.fuse(trainer, packing=True)
+    found = [{k: v for k, v in t.evaluate().items() if "per_second" not in k and "time" not in k}
+             for t in (plain_trainer, trainer)]  # fmt: skip
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert fusion.report().tokens["computed"] < fusion.report().tokens["padded"]
+
+
+def test_rows_that_trl_packed_run_as_they_are(tmp_path):
+    options = {"packing": True, "max_steps": 1}
+    plain_trainer, trainer = cases.twins(cases.sft, tmp_path, **options)
+    fusion = trl.fuse(trainer, packing="auto")
+    assert_same(cases.train(plain_trainer), cases.train(trainer))
+    assert [row.what for row in fusion.report().rows if row.kind == "packing"] == ["TRL's packed rows"]
+    assert 0 < fusion.report().tokens["real"] <= fusion.report().tokens["padded"]
+
+
+def test_auto_leaves_attention_with_dense_masks_padded(tmp_path):
+    trainer = sft(tmp_path, cases.model())
+    fusion = trl.fuse(trainer, packing="auto", parts=())
+    (row,) = (row for row in fusion.report().rows if row.kind == "packing")
+    assert not row.fused
+    assert "dense mask" in row.what
+    assert "forward" not in vars(trainer.model.model)
+
+
+@pytest.mark.parametrize(
+    ("family", "further", "reason"),
+    [
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4}, "reads the samples before"),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, r"\(OPT\w+\) would mix"),
+        ("mamba", {"state_size": 4}, r"\(Mamba\w+\) .*would mix"),
+    ],
+)
+def test_models_that_mix_samples_are_refused(family, further, reason, tmp_path):
+    config = transformers.AutoConfig.for_model(family, **cases.SIZES, **further)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    trainer = sft(tmp_path, model)
+    with pytest.raises(ValueError, match=f"packing=True for the policy of SFTTrainer: .*{reason}"):
+        trl.fuse(trainer, packing=True, parts=tigon.PARTS - {"documents"})
+    assert "_tigon_fusion" not in vars(trainer.model)
+    assert not any("forward" in vars(m) and hasattr(m, "get_input_embeddings") for m in [trainer.model.base_model])

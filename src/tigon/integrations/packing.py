@@ -183,8 +183,8 @@ def read_documents(row: Any, name: str) -> Iterator[Document]:
         if sum(lengths) != len(ids):
             raise ValueError(f"packing: {name} has {len(ids)} tokens, but its seq_lengths sum to {sum(lengths)}.")
     elif (positions := _read(row, "position_ids", ids, name)) is not None:
-        starts = (positions == 0).nonzero().flatten().tolist()
-        lengths = [stop - start for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True)]
+        starts = (positions == 0).nonzero().flatten()
+        lengths = torch.cat([starts, starts.new_tensor([len(ids)])]).diff().tolist()
         if sum(lengths) != len(ids):
             raise ValueError(f"packing: {name} has position_ids that do not begin at 0.")
     yield from (Document(*pair) for pair in zip(ids.split(lengths), labels.split(lengths), strict=True) if len(pair[0]))

@@ -21,7 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.documents.leaks import find_leaks
 from tigon.fusion.engine.report import Report
+from tigon.fusion.logits.split import is_split
 
 Packing = Literal["auto"] | bool
 LEAST_PADDING = 0.05  # "auto" runs batches with less padding as they are
@@ -30,7 +32,6 @@ IDS = ("input_ids", "inputs_embeds")
 PASSED_ON = {"output_router_logits", "return_dict", "num_items_in_batch"}
 DOCUMENTS = "documents"  # the part of tigon.fuse whose attention takes packed rows
 PACKED = ("cu_seq_lens_q", "shared_prefix")  # arguments of a batch that is packed already
-PACKED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE = 8  # tokens of a sample
 LEAST_CHANGE = 1e-2  # of the norm: rounding changes less, a sample that is read changes more
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -90,8 +91,10 @@ class PaddingFree:
         if any(name in given for name in PACKED) and ids is not None:
             self._count_packed(ids, given)
             return self.own(*args, **kwargs)
-        mask = given.get("attention_mask")
-        if ids is None or mask is None or given.get("past_key_values") is not None or given.get("use_cache"):
+        mask, cache = given.get("attention_mask"), given.get("use_cache")
+        if cache is None:
+            cache = not self.backbone.training and getattr(self.backbone.config, "use_cache", False)
+        if ids is None or mask is None or cache or given.get("past_key_values") is not None:
             return self.own(*args, **kwargs)  # no padding, or generation
         reason = self._why_not(given, ids, mask)
         if reason:
@@ -167,22 +170,6 @@ def find_backbone(model: nn.Module) -> nn.Module | None:
     return backbone if isinstance(backbone, nn.Module) and backbone is not inner else None
 
 
-def find_leaks(model: nn.Module) -> list[str]:
-    """The layers that carry state from one sample of a packed row to the next, by name and class."""
-    config = getattr(model, "config", None)
-    kinds = getattr(config, "layer_types", None) or []
-    words = ("mamba", "recurrent", "deltanet", "rwkv", "retention", "shortconv", "linearattention")
-    found = []
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if not name:
-            continue  # RwkvModel: its layers are named below
-        if any(word in kind.lower().replace("_", "") for word in words) or isinstance(module, nn.Conv1d):
-            if not any(name.startswith(f"{outer.partition(' ')[0]}.") for outer in found):
-                found.append(f"{name} ({kind})")
-    return found or [f"layer {i} ({kind})" for i, kind in enumerate(kinds) if kind not in PACKED_LAYERS]
-
-
 def why_not_packed(model: nn.Module) -> str:
     """Why a model's packed rows would not be its padded rows; empty if they are."""
     backbone: Any = find_backbone(model)
@@ -192,14 +179,12 @@ def why_not_packed(model: nn.Module) -> str:
     peft = getattr(model, "peft_config", None)
     if isinstance(peft, dict) and any(getattr(c, "is_prompt_learning", False) for c in peft.values()):
         return "prompt learning puts its own tokens before each row"
-    leaks = find_leaks(backbone)
+    leaks = find_leaks(model)
     if leaks:
         more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
-        return f"{leaks[0]}{more} would carry state from one sample to the next"
+        return f"{leaks[0]}{more} would mix the samples of a packed row"
     if config.get_text_config() is not config:
         return "positions of images or sound are not those of a row's columns"
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        return "its attention is not causal"
     parameters = inspect.signature(type(backbone).forward).parameters
     if "position_ids" not in parameters or parameters.keys().isdisjoint(IDS):
         return f"{type(backbone).__name__} takes no position_ids"
@@ -215,8 +200,8 @@ def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
     The second sample must not change with the first one's tokens, and must be what it is alone. Static checks would not
     do: transformers' gpt-oss, for one, builds masks without the positions, and mixes the samples.
     """
-    if any(p.is_meta or hasattr(p, "ds_id") for p in backbone.parameters()):
-        return "its weights are not in memory yet"
+    if any(p.is_meta or is_split(p) or hasattr(p, "ds_id") for p in backbone.parameters()):
+        return "its weights are not in memory as a whole, which a test of its packed rows needs"
     table = backbone.get_input_embeddings().weight
     ids = torch.arange(3 * PROBE, device=table.device) % table.shape[0]
     one, other, second = ids.split(PROBE)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from tigon.fusion.shared_prefix.attention import find_registry
-from tigon.ops.prefix_attention import WIDEST
+from tigon.ops.prefix_attention.checks import WIDEST
 
 CAUSAL = {"full_attention", "sliding_attention"}  # `layer_types` values in a configuration
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)

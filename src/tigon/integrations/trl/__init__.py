@@ -203,7 +203,10 @@ class TrainerFusion:
         reason = why_dense(self.models[role].report(), model) if packing == "auto" else ""
         if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
             reason = "context parallelism splits the rows"
-        is_packed = role == "policy" and getattr(trainer, "padding_free", False) is True
+        collator = trainer.data_collator if role == "policy" else None
+        is_packed = getattr(collator, "padding_free", False) is True
+        if not is_packed and role == "policy" and getattr(trainer.args, "packing", False):
+            reason = "TRL's wrapped rows have no padding"
         if is_packed or not reason:
             steps = ledger.steps
             try:
@@ -218,6 +221,8 @@ class TrainerFusion:
                     )
             else:
                 self._padding_free.append(made)
+                if getattr(collator, "padding_free", None) is False:  # SFT: packed before the batch is on the device
+                    swaps.put(collator, "padding_free", True)
                 reason = ""
             ledger.steps = steps  # the probe's calls are no steps
             ledger.calls.clear()
