@@ -136,7 +136,10 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
 
 
 def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
-    """Fuse the trainer's models and losses. Raises Problem for --shared_prefix true where prompts cannot be shared."""
+    """Fuse the trainer's models and losses.
+
+    Raises: Problem for --shared_prefix true or --packing true where the model or the trainer cannot.
+    """
     if not options.fuse.fuse:
         return None
     from tigon.integrations.trl import fuse
@@ -145,12 +148,19 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
     level: Any = options.fuse.recompute  # the parser has validated the value
     if options.task not in SHARING:
         share = False
+    pack: Any = {"true": True, "false": False}.get(options.packing, "auto")
+    if getattr(trainer.args, "packing", False) and trainer.args.packing_strategy == "wrapped":
+        pack = False  # a row is one text, cut to length: no padding
     try:
-        return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload, fp8=options.fuse.fp8)
+        return fuse(
+            trainer, shared_prefix=share, packing=pack, recompute=level, offload=options.fuse.offload,
+            fp8=options.fuse.fp8,
+        )  # fmt: skip
     except ValueError as error:
-        if share is not True:
+        name = next((name for name in ("shared_prefix", "packing") if f"{name}=True" in str(error)), None)
+        if name is None:
             raise
-        raise Problem(f"--shared_prefix true: {one_line(error).rpartition('Trainer: ')[2]}") from error
+        raise Problem(f"--{name} true: {one_line(error).rpartition('Trainer: ')[2]}") from error
 
 
 def find_source(options: TrainOptions) -> Source:
