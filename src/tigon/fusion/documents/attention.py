@@ -55,14 +55,12 @@ def attend(
     if not isinstance(attention_mask, PackedMask):
         return function(module, query, key, value, attention_mask, *args, **options)  # type: ignore[no-any-return]
     patch, name = vars(module).get("_tigon"), type(module).__name__
-    documents = attention_mask.documents
+    documents = attention_mask.call.documents
     autocast = autocast_dtype(query.device.type)
     if autocast is not None and query.dtype != torch.float64:
         query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
     why = _why_dense(module, query, key, value, documents.shape, options)
     if why:
-        if patch is not None:
-            patch.ledger.count_fallback("documents", name, why)
         return function(module, query, key, value, attention_mask.build(why), *args, **options)  # type: ignore[no-any-return]
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention: values are narrower than keys

@@ -13,6 +13,11 @@ from tigon.fusion.engine.patch import is_functorch_active
 from tigon.kernels.graph_capture import is_captured
 
 
+# Arguments of calls that are not packed: of a decoder beside an encoder, of continuous batching, whose offsets count the
+# tokens of running requests, and of a `tigon.SharedPrefixBatch`.
+ELSEWHERE = ("encoder_hidden_states", "cache", "block_table", "shared_prefix")
+
+
 class Documents:
     """The documents in a packed batch, whose rows count as one behind the other.
 
@@ -45,8 +50,8 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
     shape = x.shape[0], x.shape[1]
     if offsets is None and (mask is not None or not isinstance(positions, Tensor)):
         return None
-    if any(call.get(name) is not None for name in ("encoder_hidden_states", "cache", "block_table")):
-        return None  # `cache`: continuous batching, whose offsets count the tokens of running requests
+    if any(call.get(name) is not None for name in ELSEWHERE):
+        return None
     if not _is_empty(call.get("past_key_values")):
         return None if offsets is None else "a cache was passed"
     if offsets is None:

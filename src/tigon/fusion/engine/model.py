@@ -91,6 +91,7 @@ def fuse(
             "fp8_base": run the frozen linear layers that transformers loads in FP8, with the gradient of their input.
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.
+            "documents": run the attention of packed batches inside each document, without a dense mask.
         where: (name, module) → whether fuse may replace the module's forward; the name as in
             `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": a
@@ -207,7 +208,7 @@ class Fusion:
             model=self._name,
             active=ledger.active,
             rows=sorted(rows, key=lambda row: not row.fused),
-            kinds=list(dict.fromkeys(part.kind for part in parts)),
+            kinds=list(dict.fromkeys(p.kind for p in parts if totals[p.kind] or p.idle == NOT_CALLED)),
             under_compile=[part.compiled for part in parts if part.compiled],
             steps=ledger.steps,
             outside=ledger.outside,

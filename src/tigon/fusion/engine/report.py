@@ -30,7 +30,7 @@ class Row:
 class Report:
     """The parts that tigon.fuse replaced, the parts skipped and why, and the parts that ran in the last step.
 
-    kinds: the fused kinds, in the order in which fuse tries them. calls: how often each ran in the last step.
+    kinds: the fused kinds, in the order in which fuse tries them, without those that wait for a packed batch. calls: how often each ran in the last step.
     under_compile: sentences about the parts that run otherwise under torch.compile.
     recompute_auto: the choice made by recompute="auto" for the last forward pass with gradients, and why; else empty.
         The text omits this choice for a model on a CPU (on_cpu).
@@ -116,11 +116,12 @@ class Report:
     def __str__(self) -> str:
         lines = [self.headline()]
         width = max((len(row.name) for row in self.rows), default=0)
+        kind = max((len(row.kind) for row in self.rows), default=0)
         for row in self.rows[:SHOWN]:
             mark = "fused" if row.fused else "skipped"
             ran = f"{self._ran(row):<7} " if self.steps else ""
             count = f"{mark} {row.count:>{9 - len(mark)}}"
-            lines.append(f"  {row.kind:<8} {count} × {row.name:<{width}}  {ran}{self._describe(row)}")
+            lines.append(f"  {row.kind:<{kind}} {count} × {row.name:<{width}}  {ran}{self._describe(row)}")
         hidden = len(self.rows) - SHOWN
         if hidden > 0:
             lines.append(f"  … and {hidden} more: to_dict() lists all")

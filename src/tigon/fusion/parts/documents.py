@@ -14,64 +14,67 @@ from tigon.fusion.engine.patch import Patch
 from tigon.fusion.engine.reasons import REPLACED, Reason
 
 
+WHAT = "attention of packed batches by tigon.varlen_attention"
+READS_TYPE = Reason("it changes its mask by the mask's type, so packed batches have a dense mask")
+NO_REGISTRY = Reason("no causal attention in it uses transformers' registry, so packed batches have a dense mask")
+
+
 class DocumentsPart(Part):
     """Rewrites decoders, so that they make no dense mask for packed batches, and their attention."""
 
     kind, stage = "documents", Stage.LAST
     idle = "the batch was not packed"
-    compiled = "Packed batches have a dense mask, and attention as configured, under torch.compile."
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         if "transformers" not in sys.modules:
             return
         # Imported only here, and only for models of transformers.
-        from tigon.fusion.documents import attention, masks
-        from tigon.fusion.shared_prefix.attention import REGISTRY, find_registry
+        from tigon.fusion.documents.masks import PackedForward, make_globals, makes_masks
+        from tigon.fusion.documents.recognize import list_attention
 
-        seen: set[nn.Module] = set()
-        for decoder in site.modules():
-            if not masks.makes_masks(type(decoder).forward):
-                continue
+        decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
+        for decoder in decoders:
             if getattr(getattr(decoder, "config", None), "is_encoder_decoder", False):
                 continue
-            rewritten = site.get_rewritten(type(decoder).forward, self.kind, masks.make_globals)
+            rewritten = site.get_rewritten(type(decoder).forward, self.kind, make_globals)
             reason = rewritten if isinstance(rewritten, Reason) else site.why_not(decoder)
             if reason is not None:
                 site.record_skipped(self, decoder, reason)
                 continue
-            keys = []
-            for layer in decoder.modules():
-                if layer in seen or find_registry(type(layer))[0] is None or not getattr(layer, "is_causal", True):
-                    continue
-                seen.add(layer)
-                what = self._rewrite_attention(site, layer, attention.make_globals, REGISTRY)
-                implementation = masks.get_implementation(layer.config)
-                if implementation not in masks.DENSE:
-                    what = Reason(f"{implementation} reads packed batches itself")
-                if isinstance(what, Reason):
-                    site.record_skipped(self, layer, what)
-                    continue
-                if site.find_patch(layer) is None:
-                    site.install(layer, what, Patch(self, site.ledger))
-                else:
-                    site.rewrite(self, layer, what)
-                keys.append(type(layer).__name__)
-                site.record_fused(
-                    self, layer, "attention of packed batches by tigon.varlen_attention", key=type(layer).__name__
-                )
-            if keys:
-                site.packed[decoder] = masks.PackedForward(rewritten, tuple(dict.fromkeys(keys)))
+            inside = [m for m in decoders if m is not decoder and any(m is inner for inner in decoder.modules())]
+            layers = [] if inside else list_attention(decoder)
+            keys = [type(layer).__name__ for layer in layers if self._fuse_attention(site, layer)]
+            if not layers and not inside:
+                site.record_skipped(self, decoder, NO_REGISTRY)
+            all_read = bool(layers) and len(keys) == len(layers)
+            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read)
 
-    def _rewrite_attention(self, site: Site, layer: Any, make_globals: Any, name: str) -> Any:
-        """The forward for an attention module, from the forward that other parts installed; or why there is none."""
+    def _fuse_attention(self, site: Site, layer: Any) -> bool:
+        """Rewrite an attention module's forward, from the forward that other parts installed. Whether it is rewritten."""
+        from tigon.fusion.documents import attention, masks
+        from tigon.fusion.documents.recognize import reads_type_of_mask
+
         patch = site.find_patch(layer)
-        reason = site.why_not(layer) if patch is None else None
-        if reason is not None:
-            return reason
         forward = type(layer).forward if patch is None else vars(layer)["forward"].__func__
-        if name not in inspect.unwrap(forward).__code__.co_names:
-            return REPLACED
-        return site.get_rewritten(forward, self.kind, make_globals)
+        names = inspect.unwrap(forward).__code__.co_names
+        implementation = masks.get_implementation(layer.config)
+        reason = site.why_not(layer) if patch is None else None
+        if reason is None and implementation not in masks.DENSE:
+            reason = Reason(f"{implementation} reads packed batches itself")
+        elif reason is None and attention.REGISTRY not in names:
+            reason = REPLACED
+        elif reason is None and reads_type_of_mask(forward):
+            reason = READS_TYPE
+        made = site.get_rewritten(forward, self.kind, attention.make_globals) if reason is None else reason
+        if isinstance(made, Reason):
+            site.record_skipped(self, layer, made)
+            return False
+        if patch is None:
+            site.install(layer, made, Patch(self, site.ledger))
+        else:
+            site.rewrite(self, layer, made)
+        site.record_fused(self, layer, WHAT, key=type(layer).__name__)
+        return True
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
         if vars(module)["_tigon"].part is self:

@@ -1,0 +1,387 @@
+"""Packed batches in fused models: what separate documents give, without a dense mask, in families of models."""
+
+import copy
+
+import pytest
+import torch
+
+import tigon
+
+T = pytest.importorskip("transformers")
+from prefix_cases import assert_close, gradients  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from zoo import BASE, build  # noqa: E402
+
+from tigon.fusion.documents import attention  # noqa: E402
+from tigon.fusion.documents.recognize import find_leaks  # noqa: E402
+
+LENGTHS = (7, 1, 12, 5)
+# Windows, softcaps, sinks, latent attention, learned positions, a model inside another.
+FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "llava"]
+WINDOWS = {"mistral", "gemma2", "gpt_oss"}  # shorter than a document
+FP32 = {"gpt_oss", "deepseek_v3"}  # torch's grouped product has no fp64
+
+
+def family(name, device="cpu"):
+    model = build(name).to(device, torch.float32 if name in FP32 else torch.float64)
+    if name in WINDOWS:
+        model.config.sliding_window = 4
+    model.config.output_router_logits = False
+    return model
+
+
+def documents(device="cpu", lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 89, (n,), generator=generator).to(device) for n in lengths]
+
+
+def pack(rows):
+    """A batch of one row, with transformers' own names for offsets."""
+    device = rows[0].device
+    lengths = torch.tensor([0, *map(len, rows)], dtype=torch.int32, device=device)
+    offsets = lengths.cumsum(0, dtype=torch.int32)
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": torch.cat([torch.arange(len(row), device=device) for row in rows])[None],
+        "labels": torch.cat([torch.cat([row.new_tensor([-100]), row[1:]]) for row in rows])[None],
+        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+        "max_length_q": max(map(len, rows)), "max_length_k": max(map(len, rows)),
+    }  # fmt: skip
+
+
+def without(batch, *names):
+    return {name: value for name, value in batch.items() if name not in names}
+
+
+def without_offsets(batch):
+    return {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+
+
+def separately(model, rows):
+    """The mean loss of all tokens that have a label, one document a call."""
+    losses = [model(row[None], labels=row[None]).loss * (len(row) - 1) for row in rows if len(row) > 1]
+    return sum(losses) / sum(len(row) - 1 for row in rows)
+
+
+def rows_of(fusion):
+    return [row for row in fusion.report().rows if row.kind == "documents"]
+
+
+@pytest.fixture
+def no_masks(monkeypatch):
+    """Makes the functions that build dense masks fail."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def build_mask(*args, **kwargs):
+        raise AssertionError("a dense mask was built")
+
+    for name in ("sdpa", "eager"):
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, build_mask)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_batch_gives_what_separate_documents_give(name, device, monkeypatch, request):
+    model, rows = family(name, device), documents(device)
+    want = separately(model, rows)
+    want_grads = gradients(model, want)
+    batch = pack(rows)
+    before = {n: dict(vars(m)) for n, m in model.named_modules()}
+    plain = model(**without_offsets(batch), use_cache=False).logits
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(model) as fusion:
+        loss = model(**batch).loss
+        got = gradients(model, loss)
+        assert fusion.report().calls["documents"] == 2
+        (row,) = (row for row in rows_of(fusion) if row.fused)
+        assert (row.count, row.calls, row.idle) == (2, 2, "")
+    assert abs(loss - want) <= 2e-6 * abs(want)
+    assert_close(got, want_grads, 1e-5 if name in FP32 else 1e-6)
+    assert {n: dict(vars(m)) for n, m in model.named_modules()} == before
+    monkeypatch.undo()
+    assert torch.equal(model(**without_offsets(batch), use_cache=False).logits, plain)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def want(llama):
+    return separately(llama, documents()).detach(), gradients(llama, separately(llama, documents()))
+
+
+def test_positions_that_restart_tell_the_documents(llama, want, no_masks):
+    with tigon.fuse(llama) as fusion:
+        loss = llama(**without_offsets(pack(documents()))).loss
+        assert fusion.report().calls["documents"] == 2
+    torch.testing.assert_close(loss, want[0])
+
+
+def test_offsets_alone_give_the_positions(request):
+    """Learned positions count from the start of a document, where transformers would count on."""
+    model, rows = build("gpt2"), documents()
+    want = torch.cat([model(row[None]).logits[0] for row in rows])
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(model):
+        torch.testing.assert_close(model(**without(pack(rows), "position_ids", "labels")).logits[0], want)
+
+
+def test_a_row_ends_a_document(llama, request):
+    first, second = documents(lengths=(4, 8)), documents(lengths=(9, 3))
+    batches = [without_offsets(pack(rows)) for rows in (first, second)]
+    both = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    offsets = torch.tensor([0, 4, 12, 21, 24])
+    want = [torch.cat([llama(row[None]).logits[0] for row in rows]) for rows in (first, second)]
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(llama) as fusion:
+        by_positions = llama(**both).logits
+        by_offsets = llama(**without(both, "position_ids"), cu_seq_lens_q=offsets).logits
+        assert fusion.report().calls["documents"] == 2
+    assert torch.equal(by_positions, by_offsets)
+    torch.testing.assert_close(by_positions, torch.stack(want))
+
+
+def test_neighbours_and_padding_change_no_bit(llama):
+    """A row of a constant length: the last document is padding, and offsets are padded with the number of tokens."""
+    rows = documents()
+    batch, changed = pack([*rows, rows[0]]), pack([rows[1].repeat(7), *rows[1:], rows[2][:7]])
+    offsets = torch.cat([batch["cu_seq_lens_q"], batch["cu_seq_lens_q"][-1:].repeat(3)])
+    with tigon.fuse(llama):
+        one = llama(**{**batch, "cu_seq_lens_q": offsets}).logits[0, 7:25]
+        other = llama(**changed).logits[0, 7:25]
+    assert torch.equal(one, other)
+
+
+class _NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_with_offsets_the_host_reads_nothing_from_the_device(monkeypatch):
+    """So that a CUDA graph can be captured. The operator, which reads offsets on a CPU alone, is left out."""
+    monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, offsets, **options: q + offsets[-1])
+    model, batch = build("mistral"), without(pack(documents()), "labels")
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        with _NoWaiting(), torch.no_grad():
+            model(**batch)
+            model(**without(batch, "position_ids"))
+        assert fusion.report().calls == {"documents": 2}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_recompute_by_documents(reentrant, want, no_masks):
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    with tigon.fuse(model) as fusion:
+        assert_close(gradients(model, model(**pack(documents())).loss), want[1], 1e-5)
+        assert fusion.report().calls["documents"] == 4
+
+
+@pytest.mark.parametrize("options", [{"recompute": "mlp"}, {"offload": True}, {"shared_prefix": True}])
+def test_beside_other_options(options, llama, want, no_masks):
+    with tigon.fuse(llama, **options) as fusion:
+        assert_close(gradients(llama, llama(**pack(documents())).loss), want[1], 1e-5)
+        assert fusion.report().calls["documents"] == 2
+
+
+def test_shared_prefixes_keep_their_layout(llama):
+    """Their positions restart too."""
+    rows = documents()
+    batch = tigon.SharedPrefixBatch(rows[:1], [rows[2:]])
+    with tigon.fuse(llama, shared_prefix=True) as fusion:
+        loss = batch.loss(llama)
+        assert "documents" not in fusion.report().calls
+    sequences = [torch.cat([rows[0], suffix]) for suffix in rows[2:]]
+    logp = [llama(s[None]).logits[0].log_softmax(-1)[6:-1].gather(1, s[7:, None]) for s in sequences]
+    torch.testing.assert_close(loss, -torch.cat(logp).mean())
+
+
+def test_lora(request):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    want = gradients(model, separately(model, documents()))
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(model) as fusion:
+        assert_close(gradients(model, model(**pack(documents())).loss), want, 1e-5)
+        assert fusion.report().calls["documents"] == 2
+
+
+def test_autocast_and_copies(llama, no_masks):
+    batch = pack(documents())
+    with tigon.fuse(llama) as fusion:
+        twin = copy.deepcopy(llama)
+        exact = llama(**batch).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            assert abs(llama(**batch).loss - exact) < 0.02
+    assert not fusion.report().active
+    assert torch.equal(twin(**batch).loss, exact)
+    assert vars(twin)["_tigon_fusion"].report().calls["documents"] == 2
+
+
+# ----------------------------------------------------------------------------------------------------- other calls
+
+
+CALLS = {
+    "not packed": {"input_ids": torch.arange(3, 27).view(2, 12)},
+    "padded": {
+        "input_ids": torch.arange(3, 27).view(2, 12),
+        "attention_mask": torch.tensor([[0] * 4 + [1] * 8, [1] * 12]),
+        "position_ids": torch.tensor([[0] * 4 + [*range(8)], [*range(12)]]),
+    },
+    "one document": {"input_ids": torch.arange(3, 27)[None], "position_ids": torch.arange(24)[None]},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_calls_run_as_before(name, llama):
+    plain = llama(**CALLS[name]).logits
+    with tigon.fuse(llama, parts=["documents"]) as fusion:
+        assert torch.equal(llama(**CALLS[name]).logits, plain)
+        assert [row.idle for row in rows_of(fusion)] == ["the batch was not packed"]
+        assert "documents" not in fusion.report().last_step()
+
+
+def test_generation_runs_as_before(llama):
+    ids = torch.arange(3, 11)[None]
+    want = llama.generate(ids, max_new_tokens=4, do_sample=False)
+    with tigon.fuse(llama) as fusion:
+        assert torch.equal(llama.generate(ids, max_new_tokens=4, do_sample=False), want)
+        assert "documents" not in fusion.report().calls
+
+
+def test_a_mask_of_the_callers_own(llama):
+    batch = pack(documents())
+    n = batch["input_ids"].shape[1]
+    mask = torch.ones(1, 1, n, n, dtype=torch.bool).tril()
+    plain = llama(**batch, attention_mask=mask).loss
+    with tigon.fuse(llama, parts=["documents"]) as fusion:
+        assert torch.equal(llama(**batch, attention_mask=mask).loss, plain)
+        assert [row.idle for row in rows_of(fusion)] == ["the call brings a mask"]
+
+
+def test_a_cache_with_tokens(llama):
+    ids = torch.arange(3, 11)[None]
+    offsets = torch.tensor([0, 4, 8])
+    with tigon.fuse(llama, parts=["documents"]) as fusion:
+        cache = llama(ids).past_key_values
+        llama(ids, past_key_values=cache, cu_seq_lens_q=offsets)
+        assert [row.idle for row in rows_of(fusion)] == ["a cache was passed"]
+
+
+def test_wrong_offsets_raise(llama):
+    batch, mask = pack(documents()), torch.ones(1, 25, dtype=torch.long)
+    with tigon.fuse(llama, parts=["documents"]):
+        exact = llama(**batch).loss
+        assert torch.equal(llama(**batch, attention_mask=mask).loss, exact)
+        mask[0, -1] = 0
+        with pytest.raises(ValueError, match="a packed batch must come without attention_mask"):
+            llama(**batch, attention_mask=mask)
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q must be a \(B \+ 1,\) int32 or int64 tensor, .* got \["):
+            llama(**{**batch, "cu_seq_lens_q": [0, 25]})
+        with pytest.raises(ValueError, match="offsets must ascend from 0 to the rows of q, 25"):
+            llama(**{**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][:-1]})
+
+
+# -------------------------------------------------------------------------------------------------------- fallbacks
+
+
+def test_dropout_runs_the_configured_attention_with_a_mask():
+    """Where transformers would mix documents: with a cache of its own it makes no mask for them."""
+    model, batch = build("llama"), pack(documents())
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    kept_apart = model(**batch, use_cache=False).loss
+    torch.manual_seed(0)
+    assert not torch.equal(model(**batch).loss, kept_apart)
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        torch.manual_seed(0)
+        assert torch.equal(model(**batch).loss, kept_apart)
+        assert [row.idle for row in rows_of(fusion)] == ["attention has dropout 0.5"]
+        text = str(fusion.report())
+    assert "varlen_attention. Did not run: attention has dropout 0.5" in text
+
+
+def _doge():
+    return T.DogeForCausalLM(T.DogeConfig(**BASE))
+
+
+def _gptj():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
+    return T.GPTJForCausalLM(T.GPTJConfig(vocab_size=97, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(_doge, "the model itself reads the mask"), (_gptj, "no causal attention in it uses transformers' registry")],
+)
+def test_attention_that_cannot_has_the_dense_mask(make, why):
+    torch.manual_seed(0)
+    model, rows = make().eval(), documents()
+    want = torch.cat([model(row[None]).logits[0] for row in rows])
+    with tigon.fuse(model) as fusion:
+        torch.testing.assert_close(model(**without(pack(rows), "labels")).logits[0], want)
+        assert any(why in text for row in rows_of(fusion) for text in (row.idle, row.what))
+
+
+def test_flash_attention_stays():
+    model = build("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with tigon.fuse(model) as fusion:
+        assert [(row.fused, row.what) for row in rows_of(fusion)] == [
+            (False, "flash_attention_2 reads packed batches itself")
+        ]
+
+
+# ------------------------------------------------------------------------------------------------------------ leaks
+
+
+def test_models_that_keep_documents_apart_have_no_leaks(llama):
+    for model in (llama, build("gemma2"), build("gpt_oss"), build("llava"), _gptj()):
+        assert find_leaks(model) == []
+        with tigon.fuse(model):
+            assert find_leaks(model) == []
+
+
+def small(config, **options):
+    return config(**{**BASE, **options})
+
+
+def _falcon_h1():
+    sizes = {"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    return T.FalconH1ForCausalLM(small(T.FalconH1Config, num_hidden_layers=1, **sizes))
+
+
+def _lfm2():
+    return T.Lfm2ForCausalLM(small(T.Lfm2Config, layer_types=["conv", "full_attention"]))
+
+
+def _mamba():
+    return T.MambaForCausalLM(T.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, state_size=4))
+
+
+def _bert():
+    return T.BertForMaskedLM(small(T.BertConfig, num_hidden_layers=1))
+
+
+def _t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    return T.T5ForConditionalGeneration(T.T5Config(vocab_size=97, **sizes))
+
+
+LEAKS = {
+    "model.layers.0.mamba (FalconH1Mixer)": _falcon_h1,
+    "model.layers.0.conv (Lfm2ShortConv)": _lfm2,
+    "the model (MambaForCausalLM)": _mamba,
+    "the model (BertForMaskedLM)": _bert,
+    "the model (T5ForConditionalGeneration)": _t5,
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_leaks_are_named(leak):
+    assert find_leaks(LEAKS[leak]()) == [leak]
