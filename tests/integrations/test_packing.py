@@ -59,6 +59,8 @@ def test_constant_shapes():
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 16, 16, 16, 16]
     assert batch["input_ids"][0, 3:].tolist() == [9] * 13
     assert (batch["labels"][0, 3:] == -100).all()
+    collate = PackingCollator(max_tokens=[32, 8, 16], pad_to_budget=True)
+    assert [collate([{"input_ids": [1] * n}])["input_ids"].shape[1] for n in (3, 8, 9, 32)] == [8, 8, 16, 32]
     assert PackingCollator(max_tokens=8, pad_to_budget=True)([{"input_ids": [1]}])["cu_seq_lens_q"].shape == (65,)
 
 
@@ -83,6 +85,8 @@ def test_batches_that_are_refused(rows, options, message):
 def test_arguments_that_are_refused():
     with pytest.raises(ValueError, match="needs max_tokens"):
         PackingCollator(pad_to_budget=True)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got \\[\\]"):
+        PackingCollator(max_tokens=[])
     with pytest.raises(ValueError, match="max_documents must be at least 1, got 0"):
         PackingCollator(max_documents=0)
     with pytest.raises(ValueError, match="sample 1 has 3 tokens, more than max_tokens=2; truncate=True"):

@@ -94,9 +94,9 @@ class PackingCollator:
     """Makes one packed row of a batch's samples.
 
     Args:
-        max_tokens: the most tokens that a batch may have. None: no limit.
-        pad_to_budget: pad the row to max_tokens by one more sample whose labels are -100, and the offsets to a constant
-            length, so that all batches have the same shapes, for CUDA graphs.
+        max_tokens: the most tokens that a batch may have. None: no limit. A list of budgets: the largest is the limit.
+        pad_to_budget: pad the row to the smallest budget that holds it, by one more sample whose labels are -100, and
+            the offsets to a constant length, so that batches have the same few shapes, for CUDA graphs.
         max_documents: the most samples in a batch, padding included, to which pad_to_budget pads the offsets. None: the
             next power of two, at least 64.
         pad_token_id: the token of that padding.
@@ -110,7 +110,7 @@ class PackingCollator:
     masks all tokens count.
     """
 
-    max_tokens: int | None = None
+    max_tokens: int | Sequence[int] | None = None
     pad_to_budget: bool = False
     max_documents: int | None = None
     pad_token_id: int = 0
@@ -118,22 +118,28 @@ class PackingCollator:
     def __post_init__(self) -> None:
         if self.pad_to_budget and self.max_tokens is None:
             raise ValueError("PackingCollator: pad_to_budget=True needs max_tokens, the length to pad to; got None.")
-        for name in ("max_tokens", "max_documents"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"PackingCollator: {name} must be at least 1, got {value}.")
+        for name, values in (("max_tokens", self._budgets), ("max_documents", [1 if self.max_documents is None else self.max_documents])):
+            if min(values, default=0) < 1 and getattr(self, name) is not None:
+                raise ValueError(f"PackingCollator: {name} must be at least 1, got {getattr(self, name)}.")
+
+    @property
+    def _budgets(self) -> list[int]:
+        budgets = [] if self.max_tokens is None else self.max_tokens
+        return [budgets] if isinstance(budgets, int) else sorted(budgets)
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         documents = [d for i, row in enumerate(rows) for d in read_documents(row, f"row {i} of the batch")]
         tokens = sum(len(d.ids) for d in documents)
         if tokens == 0:
             raise ValueError("PackingCollator: the batch has no tokens.")
-        if self.max_tokens is not None and tokens > self.max_tokens:
+        budget = next((budget for budget in self._budgets if budget >= tokens), None)
+        if budget is None and self.max_tokens is not None:
             raise ValueError(
-                f"PackingCollator: the batch has {tokens:,} tokens, more than max_tokens={self.max_tokens:,}; pack the "
+                f"PackingCollator: the batch has {tokens:,} tokens, more than max_tokens={self._budgets[-1]:,}; pack the "
                 "data set by PackedDataset(dataset, max_tokens), with a batch size of 1."
             )
-        if self.pad_to_budget and (rest := self.max_tokens - tokens):  # type: ignore[operator]
+        if self.pad_to_budget and budget is not None and budget > tokens:
+            rest = budget - tokens
             documents.append(Document(torch.full((rest,), self.pad_token_id), torch.full((rest,), IGNORED)))
         if self.max_documents is not None and len(documents) > self.max_documents:
             raise ValueError(

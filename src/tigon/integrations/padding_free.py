@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.documents.leaks import find_leaks
+from tigon.fusion.documents.recognize import find_leaks
+from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.report import Report
 from tigon.fusion.logits.split import is_split
 
@@ -161,6 +162,23 @@ def describe_pack(lengths: list[int], device: torch.device) -> dict[str, Any]:
     return {
         "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest,
     }  # fmt: skip
+
+
+def drop_padding(
+    fusion: Fusion, model: nn.Module, packing: Packing, tokens: Counter[str], padded: Counter[str],
+    context: Callable[[], Any] = contextlib.nullcontext,
+) -> PaddingFree | str:  # fmt: skip
+    """A fused model's PaddingFree, or why it has none. With "auto" a dense mask is a reason."""
+    reason = why_dense(fusion.report(), model) if packing == "auto" else ""
+    if reason:
+        return reason
+    steps, calls = fusion._ledger.steps, fusion._ledger.calls.copy()
+    try:
+        return PaddingFree(model, packing, tokens, padded, context)
+    except ValueError as error:
+        return str(error)
+    finally:  # the probe's calls are no steps
+        fusion._ledger.steps, fusion._ledger.calls = steps, calls
 
 
 def find_backbone(model: nn.Module) -> nn.Module | None:

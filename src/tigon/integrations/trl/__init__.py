@@ -32,7 +32,7 @@ from torch import nn
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.model import fuse as fuse_model
 from tigon.fusion.engine.report import Report, Row
-from tigon.integrations.padding_free import Packing, PaddingFree, describe_tokens, why_dense
+from tigon.integrations.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection, why_whole_logits
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
@@ -198,34 +198,31 @@ class TrainerFusion:
 
     def _pack_role(self, role: str, model: nn.Module, packing: Packing) -> None:
         """Run a model without padding where that is possible; with packing=True that is required."""
-        trainer, swaps, ledger = self.trainer, self._swaps, self.models[role]._ledger
-        parallel = getattr(trainer.accelerator, "parallelism_config", None)
-        reason = why_dense(self.models[role].report(), model) if packing == "auto" else ""
-        if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
-            reason = "context parallelism splits the rows"
+        trainer, swaps = self.trainer, self._swaps
         collator = trainer.data_collator if role == "policy" else None
         is_packed = getattr(collator, "padding_free", False) is True
-        if not is_packed and role == "policy" and getattr(trainer.args, "packing", False):
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        reason = ""
+        if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
+            reason = "context parallelism splits the rows"
+        elif role == "policy" and getattr(trainer.args, "packing", False) and not is_packed:
             reason = "TRL's wrapped rows have no padding"
-        if is_packed or not reason:
-            steps = ledger.steps
-            try:
-                made = PaddingFree(model, packing, swaps.tokens, swaps.padded, trainer.accelerator.autocast)
-            except ValueError as error:
-                reason = str(error)
-                if is_packed and packing is not True:
-                    warnings.warn(
-                        f"fuse: {type(trainer).__name__} packs its rows, but {reason}; set packing=False and "
-                        "padding_free=False in its options.",
-                        stacklevel=4,
-                    )
-            else:
+        else:
+            made = drop_padding(
+                self.models[role], model, True if is_packed else packing, swaps.tokens, swaps.padded, trainer.accelerator.autocast
+            )
+            if isinstance(made, PaddingFree):
                 self._padding_free.append(made)
                 if getattr(collator, "padding_free", None) is False:  # SFT: packed before the batch is on the device
                     swaps.put(collator, "padding_free", True)
-                reason = ""
-            ledger.steps = steps  # the probe's calls are no steps
-            ledger.calls.clear()
+            else:
+                reason = made
+        if reason and is_packed and packing is not True:
+            warnings.warn(
+                f"fuse: {type(trainer).__name__} packs its rows, but {reason}; set packing=False and "
+                "padding_free=False in its options.",
+                stacklevel=4,
+            )
         if reason and packing is True:
             raise ValueError(f"fuse: packing=True for the {role} of {type(trainer).__name__}: {reason}.")
         what = reason or ("TRL's packed rows" if is_packed else "padded batches computed without their padding")
