@@ -3,9 +3,9 @@
     python benchmarks/studies/packing.py --output results      every side, in about 150 s on an H200
     python benchmarks/studies/packing.py --shares              the padding in batches of stated lengths; needs no GPU
 
-The lengths are drawn from a lognormal distribution with median 300 and σ = 1, at most 2,048 tokens; all sides train on the
-same samples, in micro-batches of 8, with gradient checkpointing. A packed row has at most 4,096 tokens. Speed counts
-the samples' own tokens alone. Before any update each side's loss over the first samples is recorded.
+The lengths are drawn from a lognormal distribution with median 300 and σ = 1, at most 2,048 tokens. All sides train on
+the same samples, in micro-batches of 8, with gradient checkpointing. A packed row has at most 4,096 tokens. Speed
+counts the samples' own tokens alone. Before any update each side's loss over the first samples is recorded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Row:
         return asdict(self)
 
 
-def draw_lengths(count: int, median: float = MEDIAN, sigma: float = SIGMA, most: int = MOST, seed: int = 0) -> list[int]:
+def draw_lengths(
+    count: int, median: float = MEDIAN, sigma: float = SIGMA, most: int = MOST, seed: int = 0
+) -> list[int]:
     """Lengths of a lognormal distribution, at least 2 and at most `most`."""
     draw = random.Random(seed)
     return [max(2, min(most, round(draw.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
@@ -81,7 +83,10 @@ def draw_samples(lengths: Sequence[int], vocabulary: int) -> list[dict[str, list
 def pad(samples: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
     longest = max(len(sample["input_ids"]) for sample in samples)
     shape = len(samples), longest
-    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "attention_mask": torch.zeros(shape, dtype=torch.int64)}
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+    }
     batch["labels"] = torch.full(shape, -100)
     for i, sample in enumerate(samples):
         ids = torch.tensor(sample["input_ids"])
@@ -179,8 +184,6 @@ def measure_speed(row: Row, model: Any, samples: Sequence[Any], budget: int, dev
     except (RuntimeError, ValueError) as error:
         row.status, row.reason = "failed", f"{type(error).__name__}: {str(error)[:200]}"
         optimizer.zero_grad()
-    del optimizer
-    gc.collect()
 
 
 def make_model(preset: str, rank: int, device: torch.device, **overrides: Any) -> Any:
@@ -236,7 +239,10 @@ def table(rows: Sequence[Row]) -> str:
 
 def shares() -> str:
     """A table of the padding in batches, and in rows packed by best fit, for each of DISTRIBUTIONS."""
-    lines = ["| median | σ | longest | batches of 4 | of 8 | of 32 | packed rows |", "| --: | --: | --: | --: | --: | --: | --: |"]
+    lines = [
+        "| median | σ | longest | batches of 4 | of 8 | of 32 | packed rows |",
+        "| --: | --: | --: | --: | --: | --: | --: |",
+    ]
     for median, sigma, most in DISTRIBUTIONS:
         lengths = draw_lengths(20_000, median, sigma, most)
         padded = [measure_padding(lengths, size) for size in (4, 8, 32)]

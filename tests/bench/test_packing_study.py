@@ -7,8 +7,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 
-def test_all_sides_have_the_same_loss(script, monkeypatch):
-    packing = script("studies/packing")
+@pytest.fixture(scope="module")
+def packing(script):
+    return script("studies/packing")
+
+
+def test_all_sides_have_the_same_loss(packing, monkeypatch):
     monkeypatch.setattr(packing, "FIRST", 6)
     saved = []
     rows = packing.measure_all(
@@ -25,7 +29,6 @@ def test_all_sides_have_the_same_loss(script, monkeypatch):
     assert "tokens/s" in packing.table(rows)
 
 
-def test_shares_of_padding(script, monkeypatch):
-    packing = script("studies/packing")
+def test_shares_of_padding(packing, monkeypatch):
     monkeypatch.setattr(packing, "DISTRIBUTIONS", ((300, 1.0, 2048),))
     assert packing.shares().splitlines()[-1] == "| 300 | 1.0 | 2,048 | 52 % | 64 % | 75 % | 0.0 % |"

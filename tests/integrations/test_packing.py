@@ -5,8 +5,10 @@ import random
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-import trl_cases as cases  # needs datasets
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+import transformers
+import trl_cases as cases
 from torch.nn.functional import cross_entropy
 
 import tigon
@@ -111,7 +113,12 @@ def test_the_trainer_equals_samples_one_by_one(fused, tmp_path):
         tigon.fuse(model)
     args = transformers.TrainingArguments(
         str(tmp_path),
-        **{**cases.COMMON, "per_device_train_batch_size": 1, "gradient_accumulation_steps": len(packed), "max_steps": 1},
+        **{
+            **cases.COMMON,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": len(packed),
+            "max_steps": 1,
+        },
     )
     collate = PackingCollator(max_tokens=32, pad_to_budget=True)
     trainer = transformers.Trainer(model, args, train_dataset=packed, data_collator=collate)

@@ -17,12 +17,13 @@ import tigon
 from tigon.integrations import trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-WORDS = "the cat sat on the mat and was glad".split()
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "was", "glad"]
 TEXTS = [" ".join(itertools.islice(itertools.cycle(WORDS), n)) for n in (3, 9, 14, 5, 4, 12, 6, 8)]
 
 
 def lengthen(trainer):
     """Give a trainer's samples different lengths, by repeating their answers."""
+
     def stretch(row, i):
         longer = {k: row[k] * (1 + i % 4) for k in ("chosen_ids", "completion_ids", "KL_completion_ids") if k in row}
         return {**row, **longer}

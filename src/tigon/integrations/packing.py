@@ -118,9 +118,10 @@ class PackingCollator:
     def __post_init__(self) -> None:
         if self.pad_to_budget and self.max_tokens is None:
             raise ValueError("PackingCollator: pad_to_budget=True needs max_tokens, the length to pad to; got None.")
-        for name, values in (("max_tokens", self._budgets), ("max_documents", [1 if self.max_documents is None else self.max_documents])):
-            if min(values, default=0) < 1 and getattr(self, name) is not None:
-                raise ValueError(f"PackingCollator: {name} must be at least 1, got {getattr(self, name)}.")
+        for name, least in (("max_tokens", min(self._budgets, default=0)), ("max_documents", self.max_documents)):
+            value = getattr(self, name)
+            if value is not None and (least is None or least < 1):
+                raise ValueError(f"PackingCollator: {name} must be at least 1, got {value}.")
 
     @property
     def _budgets(self) -> list[int]:
@@ -135,8 +136,8 @@ class PackingCollator:
         budget = next((budget for budget in self._budgets if budget >= tokens), None)
         if budget is None and self.max_tokens is not None:
             raise ValueError(
-                f"PackingCollator: the batch has {tokens:,} tokens, more than max_tokens={self._budgets[-1]:,}; pack the "
-                "data set by PackedDataset(dataset, max_tokens), with a batch size of 1."
+                f"PackingCollator: the batch has {tokens:,} tokens, more than max_tokens={self._budgets[-1]:,}; pack "
+                "the data set by PackedDataset(dataset, max_tokens), with a batch size of 1."
             )
         if self.pad_to_budget and budget is not None and budget > tokens:
             rest = budget - tokens

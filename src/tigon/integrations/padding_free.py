@@ -105,14 +105,17 @@ class PaddingFree:
         self.tokens["padded"] += keep.numel()
         real = int(keep.sum())
         self.tokens["real"] += real
-        if real == 0 or real > (1 - LEAST_PADDING * (self.packing == "auto")) * keep.numel() or real == keep.numel():
+        padding = 1 - real / keep.numel()
+        if real == 0 or padding == 0 or (self.packing == "auto" and padding < LEAST_PADDING):
             self.tokens["computed"] += keep.numel()
             return self.own(*args, **kwargs)
         self.tokens["computed"] += real
         return self._run_packed(given, ids, keep)
 
     def _why_not(self, given: dict[str, Any], ids: Tensor, mask: Any) -> str:
-        further = sorted(k for k, v in given.items() if k not in {*IDS, "attention_mask", *PASSED_ON} and v is not False)
+        further = sorted(
+            k for k, v in given.items() if k not in {*IDS, "attention_mask", *PASSED_ON} and v is not False
+        )
         config = self.backbone.config
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != ids.shape[:2]:
             return "the attention_mask is not a mask of tokens"
@@ -228,9 +231,7 @@ def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
     def run(*samples: Tensor) -> Tensor:
         positions = torch.arange(PROBE, device=table.device).repeat(len(samples))
         pack = describe_pack([PROBE] * len(samples), table.device)
-        outputs = backbone(
-            input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, **pack
-        )
+        outputs = backbone(input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, **pack)
         rows: Tensor = outputs.last_hidden_state[0, -PROBE:]
         return rows.float()
 

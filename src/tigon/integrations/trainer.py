@@ -66,9 +66,7 @@ class TigonCallback(TrainerCallback):
     runs with padding. `tokens` counts the "real" tokens so far, those of the "padded" batches, and those "computed".
     """
 
-    def __init__(
-        self, *, remove: bool = False, report: bool = True, packing: Packing = False, **options: Any
-    ) -> None:
+    def __init__(self, *, remove: bool = False, report: bool = True, packing: Packing = False, **options: Any) -> None:
         if packing not in (True, False, "auto"):
             raise ValueError(f"TigonCallback: packing must be True, False or 'auto', got {packing!r}.")
         self.fusion: Fusion | None = None

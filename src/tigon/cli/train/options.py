@@ -79,8 +79,8 @@ class PackingArguments:
     packing: Literal["auto", "true", "false"] = field(
         default="auto",
         metadata={
-            "help": "Run each batch as one packed row without padding, with the same losses and gradients; --no_packing "
-            "does not. auto: where the model's attention takes packed rows."
+            "help": "Run each batch as one packed row without padding, with the same losses; --no_packing pads. "
+            "auto: where the model's attention takes packed rows."
         },
     )
 
@@ -157,8 +157,8 @@ SHARING = ("dpo", "grpo", "rloo")
 # Tasks whose batches are packed by default.
 PACKING = ("sft", "dpo", "kto", "reward")
 SFT_PACKING = (
-    "true packs the data set into rows of --max_length tokens (--packing_strategy). Without this option each batch runs "
-    "as one packed row, with the same losses, where the model's attention takes packed rows; --no_packing pads."
+    "true packs the data set into rows of --max_length tokens (--packing_strategy). Without this option each batch "
+    "runs as one packed row, with the same losses, where the model's attention takes packed rows; --no_packing pads."
 )
 
 

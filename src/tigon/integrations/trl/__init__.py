@@ -208,9 +208,9 @@ class TrainerFusion:
         elif role == "policy" and getattr(trainer.args, "packing", False) and not is_packed:
             reason = "TRL's wrapped rows have no padding"
         else:
-            made = drop_padding(
-                self.models[role], model, True if is_packed else packing, swaps.tokens, swaps.padded, trainer.accelerator.autocast
-            )
+            how: Packing = True if is_packed else packing
+            context = trainer.accelerator.autocast
+            made = drop_padding(self.models[role], model, how, swaps.tokens, swaps.padded, context)
             if isinstance(made, PaddingFree):
                 self._padding_free.append(made)
                 if getattr(collator, "padding_free", None) is False:  # SFT: packed before the batch is on the device
