@@ -31,7 +31,7 @@ from harness.training import build, synchronize
 import tigon
 from tigon.fusion.memory.checkpointing import checkpoint_activations
 from tigon.integrations.packing import PackedDataset, PackingCollator, measure_padding
-from tigon.integrations.padding_free import drop_padding
+from tigon.integrations.packing.padding_free import drop_padding
 
 MEDIAN, SIGMA, MOST = 300, 1.0, 2048
 SAMPLES, BATCH, BUDGET = 96, 8, 4096

@@ -19,7 +19,7 @@ from tigon.fusion.engine.model import Fusion, fuse
 from tigon.fusion.engine.report import Report
 from tigon.fusion.parts.head import HEAD
 from tigon.install import install
-from tigon.integrations.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
+from tigon.integrations.packing.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
 from tigon.integrations.trl.logprobs import loss_is_left_to_trl
 
 try:

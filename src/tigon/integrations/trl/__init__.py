@@ -32,7 +32,7 @@ from torch import nn
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.model import fuse as fuse_model
 from tigon.fusion.engine.report import Report, Row
-from tigon.integrations.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
+from tigon.integrations.packing.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection, why_whole_logits
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
