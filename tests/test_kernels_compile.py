@@ -175,7 +175,8 @@ def test_attention_rounds_alike_with_and_without_a_mask():
         x for x in compiled("cuda:90")["launches"] if x["kernel"].removeprefix("tigon.ops.prefix_attention.") in walks
     ]
     found = [x for x in found if x["dtype"] != "float32"]
-    assert {x["case"] for x in found} == {case.why for op in OPS if op.name == "prefix_attention" for case in op.models}
+    operators = "prefix_attention", "varlen_attention"
+    assert {x["case"] for x in found} == {case.why for op in OPS if op.name in operators for case in op.models}
     rounded = [
         f"{named(x)}: {x['exponentials']}"
         for x in found

@@ -278,8 +278,8 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
 REDUCED = {"grpo", "distill", "distill_topk"}
 # Kernels see a single tile of tokens at a time, like gated_linear's.
 TILED = {"gated_mlp"}
-# Rows do not repeat a small batch; a separate test is above.
-OF_REQUESTS = {"prefix_attention"}
+# Rows do not repeat a small batch; a separate test is above. Prefixes run through varlen_attention's kernels.
+OF_REQUESTS = {"prefix_attention", "varlen_attention"}
 # A repeated batch's statistics differ in bits from the small batch's; its own tests have a large batch.
 OF_COLUMNS = {"batch_norm_relu"}
 

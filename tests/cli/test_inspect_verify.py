@@ -17,7 +17,7 @@ def test_inspect_needs_no_weights(tigon):
     assert found["no_step"] is None
     parts = {"head": 1, "norm": 65, "add_norm": 32, "mlp": 32, "rotary": 32, "linear": 32}
     assert found["report"]["calls"] == parts, "under autocast, which steps of this precision have, too"
-    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == parts
+    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == {**parts, "documents": 0}
 
     step = found["memory"]
     assert found["step"] == "1 × 2,048 tokens, fp32 weights under bf16 autocast, adamw"

@@ -1,6 +1,7 @@
 """Packed batches in fused models: what separate documents give, without a dense mask, in families of models."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import tigon
 
 T = pytest.importorskip("transformers")
 from prefix_cases import assert_close, gradients  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from zoo import BASE, build  # noqa: E402
 
 from tigon.fusion.documents import attention  # noqa: E402
-from tigon.fusion.documents.recognize import find_leaks  # noqa: E402
+from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5)
 # Windows, softcaps, sinks, latent attention, learned positions, a model inside another.
@@ -210,6 +212,30 @@ def test_lora(request):
         assert fusion.report().calls["documents"] == 2
 
 
+@pytest.mark.parametrize("names", [(), ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")])
+def test_compiled(names):
+    """From offsets by documents, from positions alone by transformers' mask; both where transformers has a cache."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = T.MistralForCausalLM(T.MistralConfig(**{**BASE, "num_hidden_layers": 1}, sliding_window=4))
+    want = gradients(model, separately(model, documents()))
+    tigon.fuse(model)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    assert_close(gradients(model, compiled(**without(pack(documents()), *names)).loss), want, 1e-5)
+    assert counter.frame_count == 1
+
+
+def test_by_the_kernels(triton_backend, device):
+    """The heads as a model hands them to the kernels: views of projections, rotated, two of q for each of k."""
+    torch.manual_seed(0)
+    sizes = {**BASE, "num_hidden_layers": 1, "head_dim": 16, "sliding_window": 4, "final_logit_softcapping": None}
+    model = T.Gemma2ForCausalLM(T.Gemma2Config(**sizes)).to(device)
+    want = gradients(model, separately(model, documents(device)))
+    with tigon.fuse(model, parts=["documents"]):
+        assert_close(gradients(model, model(**pack(documents(device))).loss), want, 1e-5)
+
+
 def test_autocast_and_copies(llama, no_masks):
     batch = pack(documents())
     with tigon.fuse(llama) as fusion:
@@ -385,3 +411,14 @@ LEAKS = {
 @pytest.mark.parametrize("leak", LEAKS)
 def test_leaks_are_named(leak):
     assert find_leaks(LEAKS[leak]()) == [leak]
+
+
+def test_a_model_with_leaks_warns_at_its_first_packed_batch():
+    model = _falcon_h1()
+    with tigon.fuse(model) as fusion:
+        with pytest.warns(UserWarning, match=r"nothing tells layers.0.mamba \(FalconH1Mixer\) where a document begins"):
+            model(**pack(documents()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**pack(documents()))
+        assert fusion.report().calls["documents"] == 1  # its attention keeps them apart

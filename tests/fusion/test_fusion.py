@@ -375,7 +375,7 @@ def test_the_report_says_what_and_how_often():
         assert [(row.kind, row.name, row.count, row.calls) for row in report.fused_rows] == [
             ("head", "Linear", 1, 1), ("rotary", "MixtralAttention", 2, 2), ("experts", "MixtralExperts", 2, 2),
             ("norm", "MixtralRMSNorm", 5, 5), ("add_norm", "MixtralDecoderLayer", 2, 2),
-            ("linear", "MixtralAttention", 2, 2),
+            ("linear", "MixtralAttention", 2, 2), ("documents", "MixtralAttention", 2, 0),
         ]  # fmt: skip
         assert report.skipped_rows == []
         assert "Ran in the last step: head 1, norm 5, add_norm 2, experts 2, rotary 2, linear 2." in str(report)
@@ -650,6 +650,7 @@ def test_a_70b_model_on_the_meta_device_is_recognised_without_memory():
     report = tigon.fuse(model).report()
     assert {row.kind: row.count for row in report.fused_rows} == {
         "head": 1, "norm": 161, "add_norm": 80, "mlp": 80, "rotary": 80, "linear": 80,
+            "documents": 80,
     }  # fmt: skip
     assert not report.skipped_rows
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 100 * 1024, "KiB: one MLP would take 2.6 GiB"

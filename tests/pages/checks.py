@@ -68,7 +68,7 @@ def name_checkpointing_as_today():
 
 @check("index.md")
 def check_index(page: Namespace, output: str):
-    assert "LlamaForCausalLM: 26 parts fused" in output
+    assert "LlamaForCausalLM: 30 parts fused" in output
     assert "head 1" in output
     assert Path("tigon-run/model.safetensors").exists()
     assert not hasattr(page.model, "_tigon_fusion")  # the block has ended
@@ -152,6 +152,11 @@ def check_shared_prefixes(page: Namespace, output: str):
     assert "62 rows in place of 122" in output
     assert abs(page.answer_loss - page.loss) < 1e-5
     assert re.search(r"Prompts computed once: \d+ rows in place of \d+", output)
+
+
+@check("how-it-works/documents.md")
+def check_packed_batches(page: Namespace, output: str):
+    assert re.search(r"documents fused +2 × LlamaAttention +ran 2", output)
 
 
 @check("how-to/several-gpus.md")

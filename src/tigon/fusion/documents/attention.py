@@ -31,12 +31,10 @@ class Registry:
         self.registry = registry
 
     def get_interface(self, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
-        function: Callable[..., Any] = self.registry.get_interface(name, default)
-        return function if torch.compiler.is_compiling() else functools.partial(attend, function)
+        return functools.partial(attend, self.registry.get_interface(name, default))
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        function: Callable[..., Any] = self.registry[name]
-        return function if torch.compiler.is_compiling() else functools.partial(attend, function)
+        return functools.partial(attend, self.registry[name])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registry, name)
@@ -54,7 +52,7 @@ def attend(
     """(B, H, T, D) heads → (B, T, H, D), by documents if the mask is a packed batch's, else by the function given."""
     if not isinstance(attention_mask, PackedMask):
         return function(module, query, key, value, attention_mask, *args, **options)  # type: ignore[no-any-return]
-    patch, name = vars(module).get("_tigon"), type(module).__name__
+    patch, name = module.__dict__.get("_tigon"), type(module).__name__
     documents = attention_mask.call.documents
     autocast = autocast_dtype(query.device.type)
     if autocast is not None and query.dtype != torch.float64:
@@ -67,7 +65,7 @@ def attend(
         value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     o = varlen_attention(
-        q, k, v, documents.offsets, scale=options.get("scaling"), window=attention_mask.window,
+        q, k, v, documents.offsets.to(q.device), scale=options.get("scaling"), window=attention_mask.window,
         softcap=options.get("softcap"), sinks=options.get(SINKS),
     )  # fmt: skip
     if patch is not None:
@@ -89,6 +87,8 @@ def _why_dense(
     for option, given in options.items():
         if isinstance(given, Tensor) and option not in HARMLESS and option != SINKS:
             return f"attention takes {option}"
+    if any(hasattr(t, "device_mesh") for t in (q, k, v, options.get(SINKS))):
+        return "attention takes DTensors"
     if q.shape[-1] > WIDEST or v.shape[-1] > k.shape[-1]:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers do not fit"
     if not q.dtype == k.dtype == v.dtype:

@@ -1,9 +1,8 @@
 """Masks for packed batches, not built unless read; and the decoder's forward that hands these masks to its layers.
 
-transformers' decoders make their masks by two functions, and the rewritten forward sees others under the same names. In a
-packed call these return a `PackedMask`, which knows the documents and the window. Layers pass the mask on like any mask,
-through checkpoints too. Attention that Tigon rewrote reads the documents from the mask. All other code gets the dense
-mask.
+transformers' decoders make their masks by two functions. The rewritten forward sees others under the same names, which
+return a `PackedMask` in a packed call: the documents and the window. Layers pass this mask on like any mask, through
+checkpoints too. Attention that Tigon rewrote reads the documents from the mask. All other code gets the dense mask.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ import functools
 import inspect
 import threading
 import types
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tigon.fusion.documents.packs import Documents, read_documents
 from tigon.fusion.engine.ledger import Ledger
@@ -44,30 +45,34 @@ class PackedMask(Deferred):
         return self.dense
 
 
-@dataclass(frozen=True, eq=False)
 class PackedForward:
     """Runs a decoder's packed calls.
 
     forward: the decoder's forward, rewritten by `make_globals`. keys: the ledger's keys for the decoder's attention.
-    defers: whether all attention in the decoder reads a `PackedMask`; else the masks are built, and keep documents apart.
+    defers: whether all attention in the decoder reads a `PackedMask`; else the dense masks keep documents apart.
+    find_leaks: names the modules that do not; called once, at the first packed call.
     """
 
-    forward: Callable[..., Any]
-    keys: tuple[str, ...]
-    defers: bool
+    def __init__(
+        self, forward: Callable[..., Any], keys: tuple[str, ...], defers: bool, find_leaks: Callable[[Any], list[str]]
+    ) -> None:
+        self.forward, self.keys, self.defers = forward, keys, defers
+        self.find_leaks: Callable[[Any], list[str]] | None = find_leaks
+        code = inspect.unwrap(forward).__code__
+        self.names = code.co_varnames[1 : code.co_argcount]
 
     def __call__(self, ledger: Ledger, module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        code = inspect.unwrap(self.forward).__code__
-        names = code.co_varnames[1 : code.co_argcount]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        documents = read_documents(arguments) if len(args) <= len(names) else None
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        documents = read_documents(arguments) if len(args) <= len(self.names) else None
         outer, _running.call = _running.call, None
         try:
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
-                    arguments["position_ids"] = documents.positions
+                    arguments["position_ids"] = documents.get_positions()
+                if not torch.compiler.is_compiling():
+                    self._warn_of_leaks(module)
                 return self.forward(module, **arguments)
             if documents is not None:
                 PackedCall(None, self, ledger).count_fallback(documents)
@@ -75,14 +80,22 @@ class PackedForward:
         finally:
             _running.call = outer
 
+    def _warn_of_leaks(self, module: Any) -> None:
+        find, self.find_leaks = self.find_leaks, None
+        leaks = [] if find is None else find(module)
+        if leaks:
+            warnings.warn(
+                f"fuse: a packed batch came to {type(module).__name__}, whose documents may read one another: nothing "
+                f"tells {', '.join(leaks[:3])}{' and others' * (len(leaks) > 3)} where a document begins.",
+                stacklevel=2,
+            )
 
-@dataclass(frozen=True, eq=False)
+
 class PackedCall:
     """A decoder's call with documents."""
 
-    documents: Any
-    forward: PackedForward
-    ledger: Ledger
+    def __init__(self, documents: Any, forward: PackedForward, ledger: Ledger) -> None:
+        self.documents, self.forward, self.ledger = documents, forward, ledger
 
     def count_fallback(self, why: str) -> None:
         for key in self.forward.keys:
@@ -126,13 +139,14 @@ def get_implementation(config: Any) -> str | None:
 
 def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    has_skip = "allow_is_causal_skip" in signature.parameters
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
         call = _running.call
         if call is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
+        given = signature.bind(*args, **kwargs).arguments if args else kwargs
         config, x = given["config"], given.get("inputs_embeds", given.get("input_embeds"))
         mask = given.get("attention_mask")  # two dimensions: ones, which the model itself made, as the call has none
         if (
@@ -143,16 +157,17 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             or tuple(x.shape[:2]) != call.documents.shape
         ):
             return original(*args, **kwargs)
-        # Beside a mask or a cache, which is empty, transformers would not look for documents.
-        given |= {"position_ids": call.documents.positions, "past_key_values": None, "attention_mask": None}
-        if "allow_is_causal_skip" in signature.parameters:
-            given["allow_is_causal_skip"] = False
-        dense = functools.partial(original, **given)
-        if not call.forward.defers:
-            return dense()
+
+        def build() -> Any:
+            # Beside a mask or a cache, which is empty, transformers would not look for documents.
+            changes = {"position_ids": call.documents.get_positions(), "past_key_values": None, "attention_mask": None}
+            return original(**{**given, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
+
+        if not call.forward.defers or call.documents.offsets is None:
+            return build()
         if any(given.get(change) is not None for change in CHANGES):
             call.count_fallback("the model's mask is more than causal")
-            return dense()
-        return PackedMask(call, config.sliding_window if "sliding" in name else None, dense)
+            return build()
+        return PackedMask(call, config.sliding_window if "sliding" in name else None, build)
 
     return make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,25 +11,27 @@ from torch import Tensor
 from tigon.fusion.engine.patch import is_functorch_active
 from tigon.kernels.graph_capture import is_captured
 
-
-# Arguments of calls that are not packed: of a decoder beside an encoder, of continuous batching, whose offsets count the
-# tokens of running requests, and of a `tigon.SharedPrefixBatch`.
+# Arguments of calls that are not packed: a decoder's beside an encoder, continuous batching's, where offsets count the
+# tokens of running requests, and a `tigon.SharedPrefixBatch`'s.
 ELSEWHERE = ("encoder_hidden_states", "cache", "block_table", "shared_prefix")
 
 
 class Documents:
     """The documents in a packed batch, whose rows count as one behind the other.
 
-    offsets: (B + 1,) int32, the start of each document and the number of tokens. shape: the batch's rows and tokens.
+    offsets: (B + 1,) int32, the start of each document and the number of tokens; None where positions alone tell, and
+    torch.compile traces. shape: the batch's rows and tokens. positions: the call's own, or None.
     """
 
-    def __init__(self, offsets: Tensor, shape: tuple[int, int]) -> None:
-        self.offsets, self.shape = offsets, shape
+    def __init__(self, offsets: Tensor | None, shape: tuple[int, int], positions: Tensor | None = None) -> None:
+        self.offsets, self.shape, self._positions = offsets, shape, positions
 
-    @functools.cached_property
-    def positions(self) -> Tensor:
+    def get_positions(self) -> Tensor:
         """Each token's position in its document, (rows, tokens)."""
         rows, tokens = self.shape
+        if self.offsets is None:
+            assert self._positions is not None
+            return self._positions.expand(rows, -1)
         token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device)
         document = torch.searchsorted(self.offsets, token, right=True) - 1
         return (token - self.offsets[document]).long().view(rows, tokens)
@@ -54,6 +55,10 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
         return None
     if not _is_empty(call.get("past_key_values")):
         return None if offsets is None else "a cache was passed"
+    if offsets is None and not _may_restart(positions, shape):
+        return None
+    if offsets is None and torch.compiler.is_compiling():
+        return Documents(None, shape, positions)
     if offsets is None:
         offsets = _find_offsets(positions, shape)
         return None if offsets is None else Documents(offsets, shape)
@@ -79,13 +84,16 @@ def _is_empty(cache: Any) -> bool:
     return isinstance(length, int) and length == 0
 
 
+def _may_restart(positions: Tensor, shape: tuple[int, int]) -> bool:
+    rows, tokens = shape
+    if positions.dim() != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens or tokens < 2:
+        return False
+    return torch.compiler.is_compiling() or not is_captured(positions)  # a capture cannot wait for the device
+
+
 def _find_offsets(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
     """The offsets of documents that begin wherever a position does not follow the one before; None if only rows do."""
     rows, tokens = shape
-    if positions.dim() != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens:
-        return None
-    if tokens < 2 or is_captured(positions):  # a capture cannot wait for the device
-        return None
     begins = torch.ones(shape, dtype=torch.bool, device=positions.device)
     begins[:, 1:] = positions.diff(dim=-1) != 1
     starts = begins.view(-1).nonzero()[:, 0]

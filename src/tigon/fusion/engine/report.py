@@ -30,7 +30,8 @@ class Row:
 class Report:
     """The parts that tigon.fuse replaced, the parts skipped and why, and the parts that ran in the last step.
 
-    kinds: the fused kinds, in the order in which fuse tries them, without those that wait for a packed batch. calls: how often each ran in the last step.
+    kinds: the fused kinds, in the order in which fuse tries them, without a kind that waits for a packed batch. calls:
+        how often each ran in the last step.
     under_compile: sentences about the parts that run otherwise under torch.compile.
     recompute_auto: the choice made by recompute="auto" for the last forward pass with gradients, and why; else empty.
         The text omits this choice for a model on a CPU (on_cpu).

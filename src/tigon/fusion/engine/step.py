@@ -59,7 +59,7 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
-        if patch.packed is not None and ledger.active and not torch.compiler.is_compiling():
+        if patch.packed is not None and ledger.active:
             run = functools.partial(patch.packed, ledger, self, run)
         if not ledger.active or (
             # In the backward pass a checkpoint calls the function again; that call begins no step.

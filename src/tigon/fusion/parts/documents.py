@@ -13,7 +13,6 @@ from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch
 from tigon.fusion.engine.reasons import REPLACED, Reason
 
-
 WHAT = "attention of packed batches by tigon.varlen_attention"
 READS_TYPE = Reason("it changes its mask by the mask's type, so packed batches have a dense mask")
 NO_REGISTRY = Reason("no causal attention in it uses transformers' registry, so packed batches have a dense mask")
@@ -29,6 +28,7 @@ class DocumentsPart(Part):
         if "transformers" not in sys.modules:
             return
         # Imported only here, and only for models of transformers.
+        from tigon.fusion.documents.leaks import find_leaks
         from tigon.fusion.documents.masks import PackedForward, make_globals, makes_masks
         from tigon.fusion.documents.recognize import list_attention
 
@@ -47,10 +47,10 @@ class DocumentsPart(Part):
             if not layers and not inside:
                 site.record_skipped(self, decoder, NO_REGISTRY)
             all_read = bool(layers) and len(keys) == len(layers)
-            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read)
+            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read, find_leaks)
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
-        """Rewrite an attention module's forward, from the forward that other parts installed. Whether it is rewritten."""
+        """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
         from tigon.fusion.documents import attention, masks
         from tigon.fusion.documents.recognize import reads_type_of_mask
 

@@ -52,7 +52,7 @@ def _queries_at(
 # One program computes dk and dv for BLOCK_N keys and a single key head g; outputs that are None are skipped.
 # q, do: strides (t, h); k, v: strides (t, g). lse, delta: (G, count, N) fp32. count: number of tokens.
 # tiles (·, 6) int32: the tile's start and stop, its own sequence's range, and the other rows' range (a prefix's
-# suffixes). first: each token's sequence start.
+# suffixes). first: each token's sequence start; without first no tile has other rows.
 # SINGLES: 0 no suffix has a single token, 1 some, 2 all. ACROSS: suffixes see each other. N: query heads per key head.
 @jit
 @do_not_specialize("count")
@@ -65,6 +65,7 @@ def _keys_kernel(
     DK: tl.constexpr = dk_ptr is not None
     DV: tl.constexpr = dv_ptr is not None
     WINDOW: tl.constexpr = window is not None
+    DOCUMENT: tl.constexpr = first_ptr is None
     T: tl.constexpr = BLOCK_M // N
     entry = tiles_ptr + tl.program_id(0) // G * 6
     g = tl.program_id(0) % G
@@ -113,17 +114,21 @@ def _keys_kernel(
         # A single masked loop over the own sequence and the suffixes. With separate loops, or a separate loop for
         # unmasked blocks, ptxas serializes the tensor-core products or spills.
         rest = tl.cdiv(tl.maximum(end - start, 0), T)
-        for i in range(rest + tl.cdiv(other1 - other0, T)):
-            t = tl.where(i < rest, start + i * T, other0 + (i - rest) * T)
-            last = tl.where(i < rest, end, other1)
+        others = 0 if DOCUMENT else tl.cdiv(other1 - other0, T)
+        for i in range(rest + others):
+            t = start + i * T if DOCUMENT else tl.where(i < rest, start + i * T, other0 + (i - rest) * T)
+            last = end if DOCUMENT else tl.where(i < rest, end, other1)
             q, do, lse, delta = _queries_at(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
                 N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            keep = rows[None, :] >= (tl.where(i < rest, key - t, 0) * N)[:, None]
+            ahead = key - t if DOCUMENT else tl.where(i < rest, key - t, 0)
+            keep = rows[None, :] >= (ahead * N)[:, None]
             if window is not None:
-                theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
-                position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
+                position = t + token - own0
+                if not DOCUMENT:
+                    theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
+                    position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
                 keep = keep & (position[None, :] - (key - own0)[:, None] < window)
             dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
 

@@ -117,7 +117,7 @@ def _options(tile: Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _statistics(q: Tensor, k: Tensor) -> Tensor:
+def new_statistics(q: Tensor, k: Tensor) -> Tensor:
     """Allocate an fp32 number per token and head, (G, tokens, N): contiguous per key head."""
     G = k.shape[1]
     return q.new_empty((G, q.shape[0], q.shape[1] // G), dtype=torch.float32)
@@ -127,12 +127,12 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
 
 
-def _launch_queries(
+def launch_queries(
     kind: str, tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]
 ) -> None:
-    """tensors: q, k, v, o, lse, do, delta, dq, tiles, first, stop."""
-    q, k, v, _, _, do, _, dq, tiles, *_ = tensors
-    if not tiles.shape[0]:
+    """tensors: q, k, v, o, lse, do, delta, dq, tiles, first, stop, sinks; for documents without first and stop."""
+    q, k, v, _, _, do, _, dq, tiles, first, _, sinks = tensors
+    if not tiles.shape[0] or not q.shape[0]:
         return
 
     def plan() -> Plan:
@@ -145,14 +145,15 @@ def _launch_queries(
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
 
-    launch(_attend_kernel, (kind, singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dq)), tensors, plan)
+    key = (kind, singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dq, first, sinks))
+    launch(_attend_kernel, key, tensors, plan)
 
 
 _OPTIONS = "SymInt start, int singles, bool across, bool short, float scale, float? softcap, int? window"
 
 
 def _prefix_attention_fwd_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), _statistics(q, k)
+    return q.new_empty(q.shape), new_statistics(q, k)
 
 
 @launcher(
@@ -163,11 +164,11 @@ def _prefix_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
     singles, across, short, *scores = others[5:]
-    q, k, v = _unit_strides(q, k, v)
-    o, lse = q.new_empty(q.shape), _statistics(q, k)
+    q, k, v = unit_strides(q, k, v)
+    o, lse = q.new_empty(q.shape), new_statistics(q, k)
     given = q, k, v, o, lse, None, None, None
-    _launch_queries("forward", (*given, prefixes, first, stop), 0, False, False, tuple(scores))
-    _launch_queries("forward", (*given, suffixes, first, stop), singles, across, short, tuple(scores))
+    launch_queries("forward", (*given, prefixes, None, None, None), 0, False, False, tuple(scores))
+    launch_queries("forward", (*given, suffixes, first, stop, None), singles, across, short, tuple(scores))
     return o, lse
 
 
@@ -188,38 +189,39 @@ def _prefix_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """start: the first suffix row. wants: for dq, dk and dv; unwanted gradients are empty."""
     prefix_queries, suffix_queries, prefix_keys, suffix_keys, start, singles, across, short, *scores_ = others
-    do, q, k, v = _unit_strides(do, q, k, v)
+    do, q, k, v = unit_strides(do, q, k, v)
     scores = tuple(scores_)
     dq, dk, dv = _prefix_attention_bwd_fake(do, wants, q, k, v)
     delta = lse.new_empty(lse.shape)
     if wants[0]:
         given = q, k, v, o, lse, do, delta, dq
-        _launch_queries("queries", (*given, prefix_queries, first, stop), 0, False, False, scores)
-        _launch_queries("queries", (*given, suffix_queries, first, stop), singles, across, short, scores)
+        launch_queries("queries", (*given, prefix_queries, None, None, None), 0, False, False, scores)
+        launch_queries("queries", (*given, suffix_queries, first, stop, None), singles, across, short, scores)
     else:
-        _launch_delta(do, o, delta)
+        launch_delta(do, o, delta)
     if wants[1] or wants[2]:
         keys = q, k, v, do, lse, delta, dk if wants[1] else None, dv if wants[2] else None
-        _launch_keys((*keys, prefix_keys, first), 0, False, short, scores)
-        _launch_keys((*keys, suffix_keys, first), singles, across, short, scores)
+        launch_keys((*keys, prefix_keys, first), 0, False, short, scores)
+        launch_keys((*keys, suffix_keys, first), singles, across, short, scores)
         if singles and not across:
             _launch_single_keys((*keys, first, stop), start, scores)
     return dq, dk, dv
 
 
-def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
+def launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
     def plan() -> Plan:
         tokens, H, D = o.shape
         arguments = tokens, *do.stride()[:2], H, delta.shape[2], D, DELTA_ROWS, max(16, next_power_of_2(D))
         return cdiv(tokens * H, DELTA_ROWS), arguments, {"num_warps": 4}
 
-    launch(_delta_kernel, _key(do, o, delta), (do, o, delta), plan)
+    if o.shape[0]:
+        launch(_delta_kernel, _key(do, o, delta), (do, o, delta), plan)
 
 
-def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]) -> None:
-    """tensors: q, k, v, do, lse, delta, dk, dv, tiles, first."""
-    q, k, v, do, _, _, dk, dv, tiles, _ = tensors
-    if not tiles.shape[0]:
+def launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]) -> None:
+    """tensors: q, k, v, do, lse, delta, dk, dv, tiles, first; for documents without first."""
+    q, k, v, do, _, _, dk, dv, tiles, first = tensors
+    if not tiles.shape[0] or not q.shape[0]:
         return
 
     def plan() -> Plan:
@@ -231,7 +233,8 @@ def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: bo
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
 
-    launch(_keys_kernel, (singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dk, dv)), tensors, plan)
+    key = (singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dk, dv, first))
+    launch(_keys_kernel, key, tensors, plan)
 
 
 def _launch_single_keys(tensors: tuple[Any, ...], start: int, scores: tuple[Any, ...]) -> None:
@@ -249,7 +252,7 @@ def _launch_single_keys(tensors: tuple[Any, ...], start: int, scores: tuple[Any,
     launch(_single_keys_kernel, (start, scores, _key(q, k, v, do, dk, dv)), tensors, plan)
 
 
-def _unit_strides(*tensors: Tensor) -> list[Tensor]:
+def unit_strides(*tensors: Tensor) -> list[Tensor]:
     """Copy tensors whose head dimension does not have unit stride."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 

@@ -65,12 +65,14 @@ def _step(
 # q, do: strides (t, h); k, v: strides (t, g); o, dq: dense (count, H, D). lse, delta: (G, count, N) fp32. count: number
 # of tokens.
 # tiles (·, 6) int32: start and stop, range of the own rows, range of the prefix. first, stop: each token's
-# sequence range.
+# sequence range. Without first a tile's own rows are a single sequence without a prefix: a document. Its last two
+# numbers then say whether the table was made of wrong offsets, whose result is NaN.
+# sinks: (H,), a score per head without a key, only for documents.
 # SINGLES: 0 no suffix has a single token, 1 some, 2 all. ACROSS: suffixes see each other. N: query heads per key head.
 @jit
 @do_not_specialize("count")
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, do_ptr, delta_ptr, dq_ptr, tiles_ptr, first_ptr, stop_ptr, count,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, do_ptr, delta_ptr, dq_ptr, tiles_ptr, first_ptr, stop_ptr, sinks_ptr, count,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -78,6 +80,7 @@ def _attend_kernel(
     """Attend from a tile of queries, or compute the queries' gradient."""
     GRAD: tl.constexpr = do_ptr is not None
     WINDOW: tl.constexpr = window is not None
+    DOCUMENT: tl.constexpr = first_ptr is None
     H: tl.constexpr = G * N
     entry = tiles_ptr + tl.program_id(0) // G * 6
     g = tl.program_id(0) % G
@@ -95,7 +98,7 @@ def _attend_kernel(
     j = tl.arange(0, BLOCK_N)
     of_head = row * H + head
     statistics = (tl.cast(g, tl.int64) * count + start) * N + rows
-    first = tl.load(first_ptr + row, mask=live, other=0)
+    first = own0 if DOCUMENT else tl.load(first_ptr + row, mask=live, other=0)
     q = load_block(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True)
     if GRAD:
         do = load_block(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
@@ -107,6 +110,10 @@ def _attend_kernel(
         do = q
         m = tl.full((BLOCK_M,), LOWEST, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+            m = tl.maximum(sink, LOWEST)
+            total = tl.exp2(sink - m)  # 1, or 0 for a sink of -inf
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     k_ptr += g.to(tl.int64) * stride_kg
     v_ptr += g.to(tl.int64) * stride_vg
@@ -130,27 +137,28 @@ def _attend_kernel(
 
     k_at, v_at = j * stride_kt, j * stride_vt
     # ------------------------------------------------------------------------------------------------- the prefix
-    length = prefix1 - prefix0
-    low = prefix0
-    position = length + token - first
-    if window is not None:
-        # Skip whole blocks before every row's window; the other blocks keep their boundaries.
-        least = tl.min(tl.where(live, position, 2147483647), 0)
-        low = prefix0 + tl.maximum(least - window + 1, 0) // BLOCK_N * BLOCK_N
-    whole = prefix0 + length // BLOCK_N * BLOCK_N
-    for n in range(low, whole, BLOCK_N):
-        k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
-        v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
-        keep = (n - prefix0 + j)[None, :] > (position - (0 if window is None else window))[:, None]
-        m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
-    if (whole < prefix1) & (low <= whole):
-        inside = whole + j < prefix1
-        k = load_block(k_ptr + tl.cast(whole, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
-        v = load_block(v_ptr + tl.cast(whole, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
-        keep = inside[None, :]
+    if not DOCUMENT:
+        length = prefix1 - prefix0
+        low = prefix0
+        position = length + token - first
         if window is not None:
-            keep = keep & ((whole - prefix0 + j)[None, :] > (position - window)[:, None])
-        m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
+            # Skip whole blocks before every row's window; the other blocks keep their boundaries.
+            least = tl.min(tl.where(live, position, 2147483647), 0)
+            low = prefix0 + tl.maximum(least - window + 1, 0) // BLOCK_N * BLOCK_N
+        whole = prefix0 + length // BLOCK_N * BLOCK_N
+        for n in range(low, whole, BLOCK_N):
+            k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
+            v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
+            keep = (n - prefix0 + j)[None, :] > (position - (0 if window is None else window))[:, None]
+            m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
+        if (whole < prefix1) & (low <= whole):
+            inside = whole + j < prefix1
+            k = load_block(k_ptr + tl.cast(whole, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+            v = load_block(v_ptr + tl.cast(whole, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+            keep = inside[None, :]
+            if window is not None:
+                keep = keep & ((whole - prefix0 + j)[None, :] > (position - window)[:, None])
+            m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
 
     # ------------------------------------------------------------------------------------------------ the suffixes
     if ACROSS:
@@ -167,8 +175,9 @@ def _attend_kernel(
                 keep = keep & (theirs[None, :] > (position - window)[:, None])
             m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
     elif SINGLES < 2:
-        n = tl.load(first_ptr + start)
-        if tl.load(first_ptr + stop - 1) == n:  # a single suffix: all rows see its earlier blocks
+        n = own0 if DOCUMENT else tl.load(first_ptr + start)
+        alone = True if DOCUMENT else tl.load(first_ptr + stop - 1) == n
+        if alone:  # a single suffix: all rows see its earlier blocks
             begin = n
             n += (start - begin) // BLOCK_N * BLOCK_N
             if window is not None:
@@ -178,18 +187,30 @@ def _attend_kernel(
                 v = load_block(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
                 keep = (i + j)[None, :] > (token - (0 if window is None else window))[:, None]
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
-        while n < stop:
-            own = tl.load(first_ptr + n)
-            end = tl.load(stop_ptr + n)
-            if SINGLES == 0 or end - own > 1:
-                inside = n + j < tl.minimum(end, stop)
-                k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
-                v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
-                keep = inside[None, :] & (first == own)[:, None] & ((n + j)[None, :] <= token[:, None])
+        if DOCUMENT:
+            i = n
+            while i < stop:
+                inside = i + j < stop
+                k = load_block(k_ptr + tl.cast(i, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+                v = load_block(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+                keep = (i + j)[None, :] <= token[:, None]
                 if window is not None:
-                    keep = keep & ((n + j)[None, :] > (token - window)[:, None])
+                    keep = keep & ((i + j)[None, :] > (token - window)[:, None])
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
-            n = tl.minimum(n + BLOCK_N, end)
+                i += BLOCK_N
+        else:
+            while n < stop:
+                own = tl.load(first_ptr + n)
+                end = tl.load(stop_ptr + n)
+                if SINGLES == 0 or end - own > 1:
+                    inside = n + j < tl.minimum(end, stop)
+                    k = load_block(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+                    v = load_block(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+                    keep = inside[None, :] & (first == own)[:, None] & ((n + j)[None, :] <= token[:, None])
+                    if window is not None:
+                        keep = keep & ((n + j)[None, :] > (token - window)[:, None])
+                    m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
+                n = tl.minimum(n + BLOCK_N, end)
 
     stored = live[:, None] if D == BLOCK_D else live[:, None] & (d < D)[None, :]
     if GRAD:
@@ -197,6 +218,8 @@ def _attend_kernel(
             acc *= scale
         tl.store(dq_ptr + (of_head * D)[:, None] + d[None, :], acc.to(dq_ptr.dtype.element_ty), mask=stored)
     else:
+        if DOCUMENT:
+            total = tl.where(prefix0 > 0, float("nan"), total)
         o = acc / total[:, None]
         tl.store(o_ptr + (of_head * D)[:, None] + d[None, :], o.to(o_ptr.dtype.element_ty), mask=stored)
         tl.store(lse_ptr + statistics, m + tl.log2(total), mask=live)

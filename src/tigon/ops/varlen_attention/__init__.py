@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, is_concrete
+from tigon.kernels import autocast_device, autocast_dtype, is_concrete, use_triton
 from tigon.ops.example import Example
 from tigon.ops.prefix_attention.checks import check_attention
 from tigon.ops.targets import CHECKS
+from tigon.ops.varlen_attention.launches import varlen_attention_launch
 from tigon.ops.varlen_attention.reference import varlen_attention_reference
 
 __all__ = ["varlen_attention", "varlen_attention_reference"]
@@ -37,10 +38,11 @@ def varlen_attention(
     Args:
         q: (N, H, D), a row per token, one document after another. D is at most 256.
         k, v: (N, G, D) in q's dtype, H a multiple of G. q, k and v may be views of a packed projection.
-        offsets: (B + 1,) int32 or int64 on q's device, the start of each document and N, ascending from 0. Documents
-            may be empty: padded with N, offsets keep their length from batch to batch. The host never reads offsets
-            on a GPU, so that a CUDA graph replays with other documents. There, offsets that do not ascend from 0 to N
-            give NaN; on the CPU or with TIGON_CHECKS=1 they raise.
+        offsets: (B + 1,) int32 or int64 on q's device, B ≥ 1: the start of each document and N, ascending from 0.
+            Documents may be empty: padded with N, offsets keep their length from batch to batch. On a GPU the host
+            never reads offsets, and a CUDA graph replays with other documents; offsets that do not ascend from 0 to N
+            give NaN there, and a ValueError on the CPU or with TIGON_CHECKS=1. Layers that pass the same tensor share
+            its tables of tiles.
         scale: multiplies the scores; 1/√D by default.
         window: a token at position i sees keys with positions above i - window.
         softcap: scores become softcap · tanh(scores / softcap), as in Gemma 2.
@@ -52,7 +54,7 @@ def varlen_attention(
     Replaces::
 
         seen = torch.zeros(len(q), len(q), dtype=torch.bool)
-        for start, stop in itertools.pairwise(offsets.tolist()):
+        for start, stop in zip(offsets[:-1], offsets[1:]):
             seen[start:stop, start:stop] = True
         heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         o = F.scaled_dot_product_attention(*heads, attn_mask=seen.tril(), enable_gqa=True)[0].transpose(0, 1)
@@ -70,7 +72,10 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float | None, window: int | None, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return varlen_attention_reference(q, k, v, offsets, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if not use_triton(q, k, v, sinks):
+        return varlen_attention_reference(q, k, v, offsets, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return varlen_attention_launch(q, k, v, offsets, sinks, scale, softcap, window)
 
 
 def _check(
@@ -84,7 +89,7 @@ def _check(
             f"varlen_attention: offsets must be a tensor on {q.device}, made once a batch, got "
             f"{type(offsets).__name__}: a copy from the host in each layer would stall the GPU."
         )
-    if offsets.dim() != 1 or not offsets.shape[0] or offsets.dtype not in (torch.int32, torch.int64):
+    if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"varlen_attention: offsets must be (B + 1,) int32 or int64, the start of each document and N, got "
             f"{tuple(offsets.shape)} {offsets.dtype}."
