@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.documents.recognize import find_leaks
+from tigon.fusion.documents.leaks import find_leaks
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.report import Report
 from tigon.fusion.logits.split import is_split
