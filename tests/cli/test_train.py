@@ -190,12 +190,14 @@ def test_packed_batches_have_the_losses_of_padded_ones(tigon, checkpoint, tmp_pa
     rows = [{"prompt": "count: ", "completion": "one two three " * (1 + i % 5)} for i in range(16)]
     data = ("--model_name_or_path", checkpoint, "--dataset_name", jsonl(tmp_path / "rows.jsonl", rows))
     steps = (*FEW, "--gradient_accumulation_steps", 2, "--max_length", 64)
-    for name, option in (("packed", ()), ("padded", ("--no_packing",))):
+    for name, option in (("packed", ()), ("padded", ("--no_packing",)), ("rows", ("--packing", "true"))):
         done = tigon("train", *data, *steps, *option, "--output_dir", tmp_path / name).ok()
-        assert ("packing fused" in done.out) == (name == "packed")
+        assert ("packing fused" in done.out) == (name != "padded")
+        assert ("would be padding; packed:" in done.out) == (name != "padded")
     padded = losses(tmp_path / "padded")
     assert losses(tmp_path / "packed") == pytest.approx(padded, abs=2e-5)
     assert len(set(padded.values())) == 4
+    assert len(losses(tmp_path / "rows")) == 4
 
 
 @pytest.mark.parametrize("word", ["nf4", "int8"])

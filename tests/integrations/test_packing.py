@@ -47,6 +47,9 @@ def test_a_batch():
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 7]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["max_length_q"] == batch["max_length_k"] == 3
+    collate = PackingCollator(max_tokens=[16], pad_to_budget=True)
+    collate(rows)
+    assert collate.tokens == {"real": 7, "padded": 9, "computed": 16}
 
 
 def test_constant_shapes():

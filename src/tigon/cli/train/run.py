@@ -132,7 +132,26 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
         if parameter.requires_grad and stored_form(trainer.model.config):
             parameter.data = parameter.data.float()
-    return trainer, fuse_trainer(trainer, options)
+    fusion = fuse_trainer(trainer, options)
+    if (
+        fusion is not None
+        and getattr(trainer, "padding_free", False)
+        and not getattr(trainer, "aux_loss_enabled", False)
+    ):
+        pad_rows_to_budget(trainer)
+    return trainer, fusion
+
+
+def pad_rows_to_budget(trainer: Any) -> None:
+    """Let TRL's packed rows fill their token budget, so that all steps have one shape, and can be captured."""
+    from tigon.integrations.packing import PackingCollator
+
+    args = trainer.args
+    budgets = sorted(
+        {args.max_length * args.per_device_train_batch_size, args.max_length * args.per_device_eval_batch_size}
+    )
+    pad_token = trainer.data_collator.pad_token_id
+    trainer.data_collator = PackingCollator(max_tokens=budgets, pad_to_budget=True, pad_token_id=pad_token)
 
 
 def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:

@@ -16,9 +16,9 @@ Source: best-fit-decreasing packing, Ding et al. 2024, https://arxiv.org/abs/240
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +105,9 @@ class PackingCollator:
     Raises: ValueError for more tokens or samples than allowed, a batch without tokens, labels or masks of another
         length than input_ids, an attention_mask with zeros, and a column that a packed row cannot carry.
 
+    `tokens` counts the "real" tokens so far, those of the same samples "padded" to the longest of a batch, and those
+    "computed", padding included.
+
     A row is a sample (input_ids, and optional labels, completion_mask or assistant_masks), a row of TRL's packed data
     set (with seq_lengths), or an item of a `PackedDataset`. A label counts where all masks are 1. Without labels and
     masks all tokens count.
@@ -114,6 +117,7 @@ class PackingCollator:
     pad_to_budget: bool = False
     max_documents: int | None = None
     pad_token_id: int = 0
+    tokens: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pad_to_budget and self.max_tokens is None:
@@ -133,6 +137,8 @@ class PackingCollator:
         tokens = sum(len(d.ids) for d in documents)
         if tokens == 0:
             raise ValueError("PackingCollator: the batch has no tokens.")
+        longest = max(len(d.ids) for d in documents)
+        self.tokens.update(real=tokens, padded=len(documents) * longest)
         budget = next((budget for budget in self._budgets if budget >= tokens), None)
         if budget is None and self.max_tokens is not None:
             raise ValueError(
@@ -152,7 +158,7 @@ class PackingCollator:
         ids, labels = torch.cat([d.ids for d in documents]), torch.cat([d.labels for d in documents])
         labels[offsets[:-1]] = IGNORED  # of another sample's tokens
         positions = torch.arange(len(ids)) - offsets[:-1].repeat_interleave(lengths)
-        longest = int(lengths.max())
+        self.tokens["computed"] += len(ids)
         if self.pad_to_budget:
             longest = len(ids)
             most = self.max_documents or max(LEAST_OFFSETS, 1 << (len(documents) - 1).bit_length())

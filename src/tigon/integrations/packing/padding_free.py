@@ -25,6 +25,7 @@ from tigon.fusion.documents.leaks import find_leaks
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.report import Report
 from tigon.fusion.logits.split import is_split
+from tigon.kernels.graph_capture import is_captured
 
 Packing = Literal["auto"] | bool
 LEAST_PADDING = 0.05  # "auto" runs batches with less padding as they are
@@ -97,6 +98,8 @@ class PaddingFree:
             cache = not self.backbone.training and getattr(self.backbone.config, "use_cache", False)
         if ids is None or mask is None or cache or given.get("past_key_values") is not None:
             return self.own(*args, **kwargs)  # no padding, or generation
+        if is_captured(ids):
+            return self.own(*args, **kwargs)  # a capture cannot wait for the mask
         reason = self._why_not(given, ids, mask)
         if reason:
             self.padded[reason] += 1
@@ -152,7 +155,8 @@ class PaddingFree:
     def _count_packed(self, ids: Tensor, given: dict[str, Any]) -> None:
         """Count the tokens of a row that came packed, and those of its samples padded to the longest."""
         offsets, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
-        if isinstance(offsets, Tensor) and isinstance(longest, int):
+        # A row padded to a budget tells no longest sample: its collator counts.
+        if isinstance(offsets, Tensor) and isinstance(longest, int) and longest < ids.shape[1]:
             self.tokens["padded"] += (len(offsets) - 1) * longest
             self.tokens["real"] += ids.shape[0] * ids.shape[1]
             self.tokens["computed"] += ids.shape[0] * ids.shape[1]

@@ -126,10 +126,11 @@ class TrainerFusion:
 
     def report(self) -> TrainerReport:
         swaps = self._swaps
+        tokens = swaps.tokens or getattr(self.trainer.data_collator, "tokens", swaps.tokens)
         return TrainerReport(
             type(self.trainer).__name__, swaps.active, list(swaps.rows), swaps.steps, dict(swaps.calls),
             dict(swaps.total), dict(swaps.left), {role: fusion.report() for role, fusion in self.models.items()},
-            dict(swaps.shared), dict(swaps.unshared), swaps.whole_logits, dict(swaps.tokens), dict(swaps.padded),
+            dict(swaps.shared), dict(swaps.unshared), swaps.whole_logits, dict(tokens), dict(swaps.padded),
         )  # fmt: skip
 
     def remove(self) -> None:
