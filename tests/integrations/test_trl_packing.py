@@ -116,6 +116,27 @@ def test_left_padding_evaluation_and_generation(tmp_path):
     assert fusion.report().tokens["computed"] < fusion.report().tokens["padded"]
 
 
+def test_streams_and_metrics_of_the_user(tmp_path):
+    """They get batches as TRL makes them, padded; the decoder drops the padding."""
+    shapes, found = [], []
+
+    def measure(prediction):
+        shapes.append(prediction.predictions.shape[:2])
+        return {}
+
+    for name in ("plain", "packed"):
+        trainer = sft(tmp_path / name, cases.model(), max_steps=1)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        trainer.compute_metrics = measure
+        fusion = trl.fuse(trainer, packing=name == "packed")
+        found.append(cases.train(trainer))
+        trainer.evaluate()
+    assert_same(*found)
+    assert shapes[0] == shapes[1]
+    assert shapes[0][0] == len(TEXTS)
+    assert fusion.report().tokens["computed"] == fusion.report().tokens["real"]
+
+
 def test_rows_that_trl_packed_run_as_they_are(tmp_path):
     options = {"packing": True, "max_steps": 1}
     plain_trainer, trainer = cases.twins(cases.sft, tmp_path, **options)

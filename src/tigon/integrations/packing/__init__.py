@@ -110,7 +110,7 @@ class PackingCollator:
 
     A row is a sample (input_ids, and optional labels, completion_mask or assistant_masks), a row of TRL's packed data
     set (with seq_lengths), or an item of a `PackedDataset`. A label counts where all masks are 1. Without labels and
-    masks all tokens count.
+    masks all tokens count. A model that is not fused needs use_cache=False: with a cache transformers mixes samples.
     """
 
     max_tokens: int | Sequence[int] | None = None

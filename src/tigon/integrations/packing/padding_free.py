@@ -190,7 +190,8 @@ def drop_padding(
 
 def find_backbone(model: nn.Module) -> nn.Module | None:
     """The decoder inside a language model or a classifier, whose outputs are hidden states; None if there is none."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", None)  # PEFT's
+    inner = model if unwrap is None else unwrap()
     backbone = getattr(inner, "base_model", None)
     return backbone if isinstance(backbone, nn.Module) and backbone is not inner else None
 

@@ -214,8 +214,8 @@ class TrainerFusion:
             made = drop_padding(self.models[role], model, how, swaps.tokens, swaps.padded, context)
             if isinstance(made, PaddingFree):
                 self._padding_free.append(made)
-                if getattr(collator, "padding_free", None) is False:  # SFT: packed before the batch is on the device
-                    swaps.put(collator, "padding_free", True)
+                if getattr(collator, "padding_free", None) is False and _takes_packed_batches(trainer):
+                    swaps.put(collator, "padding_free", True)  # SFT: packed before the batch is on the device
             else:
                 reason = made
         if reason and is_packed and packing is not True:
@@ -238,6 +238,13 @@ class TrainerFusion:
 
         step.__name__ = name
         return step
+
+
+def _takes_packed_batches(trainer: Any) -> bool:
+    """Whether a collator may pack: nothing of the user's reads batches, and accelerate does not dispatch them."""
+    names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+    is_stream = not hasattr(trainer.train_dataset, "__len__")
+    return not is_stream and all(getattr(trainer, name, None) is None for name in names)
 
 
 @dataclass(frozen=True)
