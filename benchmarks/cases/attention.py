@@ -236,10 +236,12 @@ def _count_bytes(ragged: bool) -> Callable[[Shape, int], tuple[int, int]]:
 
 
 def _make_products(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
+    layout = inputs.arguments["layout"]
+    return make_square_product(inputs.arguments["q"], _count_pairs(layout.prefix_lengths, layout.suffix_lengths))
+
+
+def make_square_product(q: Tensor, pairs: int) -> list[tuple[Callable[[], Any], ...]]:
     """As many FLOPs in one square product by cuBLAS, forward and backward."""
-    a = inputs.arguments
-    layout, q = a["layout"], a["q"]
-    pairs = _count_pairs(layout.prefix_lengths, layout.suffix_lengths)
     side = 8192
     rows = max(1, 14 * q.shape[1] * q.shape[2] * pairs // (2 * side * side))
     x, w = (torch.randn(n, side, dtype=q.dtype, device=q.device) for n in (rows, side))

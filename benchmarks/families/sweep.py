@@ -3,6 +3,7 @@
     python benchmarks/families/sweep.py --json benchmarks/families    all classes, in a process of its own that may die
     python benchmarks/families/sweep.py --only LlamaForCausalLM       one, with its traceback
     python benchmarks/families/sweep.py --shard 2/4                   a quarter
+    python benchmarks/families/sweep.py --packed                      packed batches, compared with separate documents
 
 A folder gets a file that is named after the version of transformers.
 
@@ -121,6 +122,44 @@ def examine(name: str) -> dict[str, Any]:
     return record
 
 
+def examine_packs(name: str) -> dict[str, Any]:
+    """Whether a class, fused, gives for a packed batch what it gives for separate documents. `why` names its leaks."""
+    import torch
+    import transformers
+
+    import tigon
+    from tigon.fusion.documents.leaks import find_leaks
+
+    try:
+        from tiny import WORDS, tiny_model
+
+        model = tiny_model(getattr(transformers, name)).eval()
+        generator = torch.Generator().manual_seed(1)
+        documents = [torch.randint(WORDS.start, WORDS.stop, (1, n), generator=generator) for n in (7, 1, 9, 5)]
+        offsets = torch.tensor([0, 7, 8, 17, 22], dtype=torch.int32)
+        with torch.no_grad():
+            apart = torch.cat([model(input_ids=ids).logits[0] for ids in documents])
+    except Exception as error:
+        return {"status": "not run", "why": _sentence(error)}
+    leaks = find_leaks(model)
+    packed = {
+        "input_ids": torch.cat(documents, 1),
+        "position_ids": torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None],
+    }
+    fusion = tigon.fuse(model)
+    try:
+        with torch.no_grad():
+            runs = [model(**packed).logits[0], model(**packed, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).logits[0]]
+    except Exception as error:  # transformers itself raises for some recurrences
+        return {"status": "leaks" if leaks else "wrong", "why": "; ".join([*leaks[:2], _sentence(error)])}
+    is_apart = all(float((run - apart).abs().max()) <= 2e-5 * float(apart.abs().max()) for run in runs)
+    status = "leaks" if leaks else "equal" if is_apart else "wrong"
+    why = "; ".join([*leaks[:2], *(["yet documents stay apart"] if is_apart and leaks else [])])
+    left = [[r.kind, r.name, r.count, r.idle or r.what] for r in fusion.report().rows if r.kind == "documents"]
+    calls = {"documents": fusion.report().calls.get("documents", 0)}
+    return {"status": status, "why": why, "calls": calls, "left": [] if calls["documents"] else left}
+
+
 def _sentence(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
@@ -193,7 +232,7 @@ def _differences(fused: Any, plain: Any, moved: Any) -> list[str]:
 
 
 def work() -> None:
-    """The process that may die: reads a class's name per line, and writes a record per line."""
+    """The process that may die: reads "step" or "packed" and a class's name per line, and writes a record per line."""
     warnings.filterwarnings("ignore")
     import transformers
 
@@ -201,7 +240,8 @@ def work() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # only records may go to the standard output
     for line in sys.stdin:
-        out.write(json.dumps(examine(line.strip())) + "\n")
+        kind, _, name = line.strip().partition(" ")
+        out.write(json.dumps((examine_packs if kind == "packed" else examine)(name)) + "\n")
         out.flush()
         gc.collect()
 
@@ -209,8 +249,8 @@ def work() -> None:
 class Worker:
     """One process of work(), started anew when a class has killed it or has taken too long."""
 
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
+    def __init__(self, quiet: bool, kind: str) -> None:
+        self.quiet, self.kind = quiet, kind
         self.process: subprocess.Popen[str] | None = None
 
     def examine(self, name: str) -> dict[str, Any]:
@@ -221,7 +261,7 @@ class Worker:
             )  # fmt: skip
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(name + "\n")
+        self.process.stdin.write(f"{self.kind} {name}\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
         line = self.process.stdout.readline() if ready else ""
@@ -238,8 +278,8 @@ class Worker:
             self.process.wait()
 
 
-def sweep(names: list[str], *, quiet: bool = True) -> dict[str, Any]:
-    worker, rows = Worker(quiet), {}
+def sweep(names: list[str], *, quiet: bool = True, kind: str = "step") -> dict[str, Any]:
+    worker, rows = Worker(quiet, kind), {}
     known = classes()
     for name in names:
         rows[name] = known.get(name, {}) | worker.examine(name)
@@ -271,6 +311,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="CLASS")
     parser.add_argument("--shard", default="1/1", metavar="I/N")
     parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--packed", action="store_true", help="packed batches, of classes with a causal head")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -280,10 +321,11 @@ def main() -> None:
     import transformers
 
     at, of = map(int, options.shard.split("/"))
-    names = options.only or list(classes())[at - 1 :: of]
+    tasks = {"causal", "image", "multimodal"} if options.packed else set(TASKS)
+    names = options.only or [name for name, row in classes().items() if tasks & {*row["tasks"]}][at - 1 :: of]
     if options.only:
         os.environ["SWEEP_TRACEBACK"] = "1"
-    rows = sweep(names, quiet=not options.only)
+    rows = sweep(names, quiet=not options.only, kind="packed" if options.packed else "step")
     print(Counter(row["status"] for row in rows.values()))
     if options.json:
         versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}

@@ -190,6 +190,18 @@ def test_beside_other_options(options, llama, want, no_masks):
         assert fusion.report().calls["documents"] == 2
 
 
+def test_fully_sharded(process_group, want, no_masks):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    mesh = process_group.device_mesh.init_device_mesh("cpu", (1,))
+    model = build("llama")
+    tigon.fuse(model)
+    for layer in model.model.layers:
+        fsdp.fully_shard(layer, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    model(**pack(documents())).loss.backward()
+    assert_close({name: p.grad.full_tensor() for name, p in model.named_parameters()}, want[1], 1e-5)
+
+
 def test_shared_prefixes_keep_their_layout(llama):
     """Their positions restart too."""
     rows = documents()
@@ -330,6 +342,29 @@ def test_dropout_runs_the_configured_attention_with_a_mask():
         assert [row.idle for row in rows_of(fusion)] == ["attention has dropout 0.5"]
         text = str(fusion.report())
     assert "varlen_attention. Did not run: attention has dropout 0.5" in text
+
+
+def test_attention_weights_come_from_eager_attention():
+    model, batch = build("llama"), without_offsets(pack(documents()))
+    model.config._attn_implementation = "eager"
+    want = model(**batch, use_cache=False, output_attentions=True).attentions
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        got = model(**batch, output_attentions=True).attentions
+        assert all(map(torch.equal, got, want))
+        assert [row.idle for row in rows_of(fusion)] == ["attention weights were asked for"]
+
+
+def test_hooks_that_move_inputs_move_no_mask(llama, want, no_masks):
+    """As those of models that are spread over devices do."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def move(module, args, kwargs):
+        return args, accelerate.utils.send_to_device(kwargs, "cpu")
+
+    hook = llama.model.layers[1].register_forward_pre_hook(move, with_kwargs=True)
+    with tigon.fuse(llama):
+        torch.testing.assert_close(llama(**pack(documents())).loss, want[0])
+    hook.remove()
 
 
 def _doge():

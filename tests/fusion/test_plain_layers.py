@@ -273,7 +273,7 @@ def test_under_autocast_joined_layers_are_as_near_to_fp64(family, device, triton
         fused, report = gradients(), fusion.report()
     assert report.calls["linear"] == 2
     assert report.calls.get("qk_norm", 2) == 2
-    assert not [row for row in report.rows if row.idle]
+    assert not [row for row in report.rows if row.idle and row.kind != "documents"]
     exact_model = copy.deepcopy(model).double()
     exact_model(**inputs).loss.backward()
     exact = {n: p.grad for n, p in exact_model.named_parameters() if p.grad is not None}

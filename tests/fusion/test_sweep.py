@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("transformers")
-from sweep import classes, examine, one_line
+from sweep import classes, examine, examine_packs, one_line
 
 from tigon.fusion.parts import mlp, norm
 
@@ -60,3 +60,18 @@ def test_the_sweep_sees_a_trace_that_stays_behind(monkeypatch):
     row = examine("LlamaForCausalLM")
     assert row["status"] == "wrong"
     assert "remove() left something" in row["why"]
+
+
+# Masks made in lambdas, beside ones that the model makes, and read by type; layers that pass no keyword arguments on.
+PACKS = {
+    "Dots1ForCausalLM": "equal", "BioGptForCausalLM": "equal", "StableLmForCausalLM": "equal",
+    "GPTNeoForCausalLM": "equal", "DeepseekV4ForCausalLM": "leaks", "JambaForCausalLM": "leaks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_documents_stay_apart_or_a_leak_is_named(name):
+    row = examine_packs(name)
+    if row["status"] == "not run":
+        pytest.skip(row["why"])
+    assert row["status"] == PACKS[name], one_line(name, row)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon.kernels import graph_capture
 from tigon.ops.varlen_attention import reference, tiles, varlen_attention_reference
 
 LENGTHS = [5, 0, 17, 1, 40]
@@ -161,15 +162,13 @@ def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkey
     other = tigon.varlen_attention(q, k, v, offsets)
     assert len(made) == 2
     assert torch.equal(other, tigon.varlen_attention(q, k, v, count_up([4, 36], device)))
-    # In a capture tables are neither taken from before nor left behind.
-    monkeypatch.setattr(tiles, "is_captured", lambda t: True)
-    before = len(made)
-    for _ in range(2):
-        tigon.varlen_attention(q, k, v, offsets)
-    assert len(made) == before + 2
-    monkeypatch.setattr(tiles, "is_captured", lambda t: False)
-    tigon.varlen_attention(q, k, v, offsets)
-    assert len(made) == before + 2
+    # Each capture makes its own, and shares none if it cannot be told from another.
+    for capture, more in ((17, 1), (18, 1), (None, 2), (0, 1)):
+        monkeypatch.setattr(tiles, "find_capture", lambda t, capture=capture: capture)
+        before = len(made)
+        for _ in range(2):
+            tigon.varlen_attention(q, k, v, offsets)
+        assert len(made) == before + more
     assert offsets in tiles._made
     count = len(tiles._made)
     del offsets
@@ -177,14 +176,19 @@ def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkey
 
 
 @pytest.mark.gpu
-def test_a_captured_call_runs_with_other_documents(device, triton_backend):
+def test_captured_calls_run_with_other_documents(device, triton_backend, monkeypatch):
     tensors = draw(300, device=device)
     offsets, others = (count_up(lengths, device) for lengths in ([100, 7, 193, 0], [1, 250, 40, 9]))
     static = offsets.clone()
     leaves = [t.requires_grad_() for t in tensors[:3]]
+    made = []
+    make = tiles._varlen_tiles
+    monkeypatch.setattr(tiles, "_varlen_tiles", lambda *args: made.append(args[1:]) or make(*args))
 
     def step(offsets):
-        o = tigon.varlen_attention(*leaves, offsets)
+        o = leaves[0]
+        for _ in range(2):  # two layers
+            o = tigon.varlen_attention(o, *leaves[1:], offsets)
         return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
 
     stream = torch.cuda.Stream()
@@ -194,6 +198,7 @@ def test_a_captured_call_runs_with_other_documents(device, triton_backend):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step(static)
+    assert len(made) == 1 + (1 if graph_capture._load_runtime() else 2)
     for given in (others, offsets):
         static.copy_(given)
         graph.replay()

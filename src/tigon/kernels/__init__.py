@@ -47,7 +47,7 @@ from tigon.kernels.dispatch import (
     use_triton,
     why_not_triton,
 )
-from tigon.kernels.graph_capture import is_captured, rehearsal
+from tigon.kernels.graph_capture import find_capture, is_captured, rehearsal
 from tigon.kernels.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.kernels.launch_cache import Plan, launch
 from tigon.kernels.row_parts import Parts, cut_rows, find_sum_parts, fold_warps, part_tile
@@ -77,6 +77,7 @@ __all__ = [
     "differentiable_directly",
     "do_not_specialize",
     "empty_rows",
+    "find_capture",
     "find_sum_parts",
     "fold_warps",
     "has_copy_engine",

@@ -59,7 +59,9 @@ def attend(
         query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
     why = _why_dense(module, query, key, value, documents.shape, options)
     if why:
-        return function(module, query, key, value, attention_mask.build(why), *args, **options)  # type: ignore[no-any-return]
+        mask = attention_mask.build(why)
+        mask = mask.to(query.device) if isinstance(mask, Tensor) else mask
+        return function(module, query, key, value, mask, *args, **options)  # type: ignore[no-any-return]
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention: values are narrower than keys
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -82,8 +84,6 @@ def _why_dense(
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return "attention reads in both directions"
-    if options.get("output_attentions"):
-        return "attention weights were asked for"
     for option, given in options.items():
         if isinstance(given, Tensor) and option not in HARMLESS and option != SINKS:
             return f"attention takes {option}"

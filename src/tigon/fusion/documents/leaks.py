@@ -33,7 +33,8 @@ def find_leaks(model: nn.Module) -> list[str]:
     decoders = [m for m in names if makes_masks(type(m).forward)]
     found = whole[:1] or ([] if decoders else [model])
     for decoder in decoders if not found else []:
-        code, config = inspect.unwrap(type(decoder).forward).__code__, getattr(decoder, "config", None)
+        code = inspect.unwrap(type(decoder).forward).__code__
+        config: Any = getattr(decoder, "config", None)
         is_causal = getattr(config, "is_causal", True) and ("is_decoder" not in code.co_names or config.is_decoder)
         if "position_ids" not in code.co_varnames or not is_causal:
             found.append(decoder)

@@ -44,6 +44,13 @@ class PackedMask(Deferred):
             self.dense = self.make()
         return self.dense
 
+    def to(self, *args: Any, **options: Any) -> Any:
+        """Hooks that move a layer's inputs to the layer's device move whatever has `to`. Offsets follow the queries."""
+        where = args[0] if args else options.get("device")
+        if len(args) < 2 and "dtype" not in options and isinstance(where, (str, int, torch.device)):
+            return self
+        return self.build("to").to(*args, **options)
+
 
 class PackedForward:
     """Runs a decoder's packed calls.
@@ -68,6 +75,8 @@ class PackedForward:
         try:
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
+                if arguments.get("output_attentions", getattr(module.config, "output_attentions", False)):
+                    _running.call.build("attention weights were asked for")
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
@@ -92,10 +101,15 @@ class PackedForward:
 
 
 class PackedCall:
-    """A decoder's call with documents."""
+    """A decoder's call with documents. defers: whether its masks are built only when read."""
 
     def __init__(self, documents: Any, forward: PackedForward, ledger: Ledger) -> None:
         self.documents, self.forward, self.ledger = documents, forward, ledger
+        self.defers = forward.defers and documents is not None and documents.offsets is not None
+
+    def build(self, why: str) -> None:
+        self.defers = False
+        self.count_fallback(why)
 
     def count_fallback(self, why: str) -> None:
         for key in self.forward.keys:
@@ -134,7 +148,7 @@ def list_names(code: types.CodeType) -> set[str]:
 def get_implementation(config: Any) -> str | None:
     """The attention that a configuration names, also where prefixes can be shared."""
     name = config._attn_implementation
-    return name.previous if isinstance(name, Shared) else name  # type: ignore[no-any-return]
+    return name.previous if isinstance(name, Shared) else name
 
 
 def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -163,7 +177,7 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             changes = {"position_ids": call.documents.get_positions(), "past_key_values": None, "attention_mask": None}
             return original(**{**given, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
 
-        if not call.forward.defers or call.documents.offsets is None:
+        if not call.defers:
             return build()
         if any(given.get(change) is not None for change in CHANGES):
             call.count_fallback("the model's mask is more than causal")

@@ -55,13 +55,8 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
         return None
     if not _is_empty(call.get("past_key_values")):
         return None if offsets is None else "a cache was passed"
-    if offsets is None and not _may_restart(positions, shape):
-        return None
-    if offsets is None and torch.compiler.is_compiling():
-        return Documents(None, shape, positions)
     if offsets is None:
-        offsets = _find_offsets(positions, shape)
-        return None if offsets is None else Documents(offsets, shape)
+        return _read_positions(positions, shape)
     if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             "fuse: cu_seq_lens_q must be a (B + 1,) int32 or int64 tensor, the start of each document and the number "
@@ -84,19 +79,18 @@ def _is_empty(cache: Any) -> bool:
     return isinstance(length, int) and length == 0
 
 
-def _may_restart(positions: Tensor, shape: tuple[int, int]) -> bool:
+def _read_positions(positions: Any, shape: tuple[int, int]) -> Documents | None:
+    """Documents that begin wherever a position does not follow the one before; None if only rows do."""
     rows, tokens = shape
     if positions.dim() != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens or tokens < 2:
-        return False
-    return torch.compiler.is_compiling() or not is_captured(positions)  # a capture cannot wait for the device
-
-
-def _find_offsets(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """The offsets of documents that begin wherever a position does not follow the one before; None if only rows do."""
-    rows, tokens = shape
+        return None
+    if torch.compiler.is_compiling():  # how many there are is unknown; transformers' mask needs no number
+        return Documents(None, shape, positions)
+    if is_captured(positions):  # a capture cannot wait for the device
+        return None
     begins = torch.ones(shape, dtype=torch.bool, device=positions.device)
     begins[:, 1:] = positions.diff(dim=-1) != 1
     starts = begins.view(-1).nonzero()[:, 0]
     if starts.shape[0] == rows:
         return None
-    return torch.cat([starts, starts.new_tensor([rows * tokens])]).int()
+    return Documents(torch.cat([starts, starts.new_tensor([rows * tokens])]).int(), shape)

@@ -198,10 +198,9 @@ class Fusion:
             key = kind, record.keys.get(row, row)
             calls = ledger.calls[key]
             advice = what.advice if isinstance(what, Reason) else ""
-            why = ledger.fallbacks.get(key)
-            if not why and fused and ledger.steps and not calls:
-                why = [next((part.idle for part in select_parts({kind})), NOT_CALLED)]
-            idle = "; ".join(why or ())
+            idle = "; ".join(ledger.fallbacks.get(key, ()))
+            if not idle and fused and ledger.steps and not calls:
+                idle = next((part.idle for part in select_parts({kind})), NOT_CALLED)
             rows.append(Row(kind, name, count, fused, str(what), calls, advice, idle))
         parts = select_parts({row.kind for row in rows if row.fused})
         return Report(

@@ -53,6 +53,7 @@ class DocumentsPart(Part):
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
         from tigon.fusion.documents import attention, masks
         from tigon.fusion.documents.recognize import reads_type_of_mask
+        from tigon.fusion.shared_prefix.attention import REGISTRY
 
         patch = site.find_patch(layer)
         forward = type(layer).forward if patch is None else vars(layer)["forward"].__func__
@@ -61,7 +62,7 @@ class DocumentsPart(Part):
         reason = site.why_not(layer) if patch is None else None
         if reason is None and implementation not in masks.DENSE:
             reason = Reason(f"{implementation} reads packed batches itself")
-        elif reason is None and attention.REGISTRY not in names:
+        elif reason is None and REGISTRY not in names:
             reason = REPLACED
         elif reason is None and reads_type_of_mask(forward):
             reason = READS_TYPE

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tigon.kernels import autocast_device, autocast_dtype, use_triton
 from tigon.ops.example import Example
-from tigon.ops.prefix_attention.checks import check_attention
+from tigon.ops.prefix_attention.checks import WIDEST, check_attention
 from tigon.ops.prefix_attention.launches import _prefix_attention, choose_tables
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
 
-__all__ = ["PrefixLayout", "prefix_attention", "prefix_attention_reference"]
+__all__ = ["WIDEST", "PrefixLayout", "prefix_attention", "prefix_attention_reference"]
 
 
 def prefix_attention(

@@ -42,7 +42,7 @@ def varlen_attention(
             Documents may be empty: padded with N, offsets keep their length from batch to batch. On a GPU the host
             never reads offsets, and a CUDA graph replays with other documents; offsets that do not ascend from 0 to N
             give NaN there, and a ValueError on the CPU or with TIGON_CHECKS=1. Layers that pass the same tensor share
-            its tables of tiles.
+            its tables of tiles; an operation in place makes new ones, a write through `.data` or by a graph does not.
         scale: multiplies the scores; 1/√D by default.
         window: a token at position i sees keys with positions above i - window.
         softcap: scores become softcap · tanh(scores / softcap), as in Gemma 2.

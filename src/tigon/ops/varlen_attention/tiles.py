@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -13,7 +11,7 @@ from tigon.kernels import (
     SymInt,
     cdiv,
     do_not_specialize,
-    is_captured,
+    find_capture,
     is_traced,
     jit,
     launch,
@@ -120,20 +118,20 @@ def _varlen_tiles(offsets: Tensor, count: SymInt, forward: int, queries: int, ke
     return tiles
 
 
-# Tables by offsets: (version, stream) and the tables by row count and sizes. A model's layers share them.
+# By offsets: (version, stream, capture), and the tables by row count and sizes. A model's layers share them.
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, int, int]) -> Tensor:
     """Return the tables for tiles of as many tokens, (3, rows, 6) int32, in the order of KINDS.
 
-    Tables are made once for offsets whose values do not change. In a CUDA graph each call makes tables: tables from
-    before the capture would hold the documents of then, and later calls would find tables that a replay overwrites.
+    Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites.
     """
-    if is_traced(offsets) or is_captured(offsets) or offsets.is_inference():
+    if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
         return _varlen_tiles(offsets, count, *sizes)
     stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
-    state = offsets._version, stream
+    state = offsets._version, stream, capture
     known, tables = _made.get(offsets, (None, {}))
     if known != state:
         tables = {}
@@ -147,5 +145,4 @@ def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, int, int]) -> Tens
 
 def slice_tiles(tiles: Tensor, kind: str, count: int, size: int, documents: int) -> Tensor:
     """Return the entries of one table that can be filled, (n, 6)."""
-    found: Any = tiles[KINDS.index(kind), : count // size + documents]
-    return found
+    return tiles[KINDS.index(kind), : count // size + documents]
