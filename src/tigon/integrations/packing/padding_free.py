@@ -35,7 +35,8 @@ PASSED_ON = {"output_router_logits", "return_dict", "num_items_in_batch"}
 DOCUMENTS = "documents"  # the part of tigon.fuse whose attention takes packed rows
 PACKED = ("cu_seq_lens_q", "shared_prefix")  # arguments of a batch that is packed already
 PROBE = 8  # tokens of a sample
-LEAST_CHANGE = 1e-2  # of the norm: rounding changes less, a sample that is read changes more
+# Of the norm: rounding in bf16 changes less, also where it moves a token to another expert; a sample that is read more.
+LEAST_CHANGE = 3e-2
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 

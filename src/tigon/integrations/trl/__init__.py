@@ -241,10 +241,12 @@ class TrainerFusion:
 
 
 def _takes_packed_batches(trainer: Any) -> bool:
-    """Whether a collator may pack: nothing of the user's reads batches, and accelerate does not dispatch them."""
+    """Whether a collator may pack: nothing of the user's reads batches, accelerate does not dispatch them, and there
+    is padding at all."""
     names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
     is_stream = not hasattr(trainer.train_dataset, "__len__")
-    return not is_stream and all(getattr(trainer, name, None) is None for name in names)
+    is_single = trainer.args.per_device_train_batch_size == 1
+    return not (is_stream or is_single) and all(getattr(trainer, name, None) is None for name in names)
 
 
 @dataclass(frozen=True)
