@@ -143,13 +143,16 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
 
 
 def pad_rows_to_budget(trainer: Any) -> None:
-    """Let TRL's packed rows fill their token budget, so that all steps have one shape, and can be captured."""
+    """Let TRL's packed rows fill a token budget, so that steps have few shapes, and can be captured.
+
+    Full batches fill the largest of eight budgets; the last batch of an epoch may fill a smaller one.
+    """
     from tigon.integrations.packing import PackingCollator
 
     args = trainer.args
-    budgets = sorted(
-        {args.max_length * args.per_device_train_batch_size, args.max_length * args.per_device_eval_batch_size}
-    )
+    most = args.max_length * max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    full = args.max_length * args.per_device_train_batch_size
+    budgets = sorted({math.ceil(most * i / 8) for i in range(1, 9)} | {full})
     pad_token = trainer.data_collator.pad_token_id
     trainer.data_collator = PackingCollator(max_tokens=budgets, pad_to_budget=True, pad_token_id=pad_token)
 
