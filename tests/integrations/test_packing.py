@@ -98,6 +98,8 @@ def test_arguments_that_are_refused():
         PackedDataset([{"input_ids": [1]}, {"input_ids": [1, 2, 3]}], 2)
     with pytest.raises(ValueError, match="rows must have tokens"):
         PackedDataset([{"input_ids": []}], 2)
+    with pytest.raises(ValueError, match="sample 0 has text, which a packed row cannot carry"):
+        PackedDataset([{"input_ids": [1], "text": "a"}], 2)
     (item,) = PackedDataset([{"input_ids": [1, 2, 3]}], 2, truncate=True)
     assert item == {"input_ids": [[1, 2]], "labels": [[1, 2]]}
 

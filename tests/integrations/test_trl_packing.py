@@ -103,6 +103,14 @@ def test_adapters_checkpointing_and_shared_prompts(tmp_path):
     assert not fusion.report().tokens
 
 
+def test_distributed_data_parallel(tmp_path, launched):
+    plain_trainer, trainer = cases.twins(sft, tmp_path, ddp_find_unused_parameters=True, max_steps=2)
+    fusion = trl.fuse(trainer, packing="auto")
+    assert_same(cases.train(plain_trainer), cases.train(trainer))
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    assert fusion.report().tokens["computed"] < 0.9 * fusion.report().tokens["padded"]
+
+
 def test_left_padding_evaluation_and_generation(tmp_path):
     plain_trainer, trainer = cases.twins(cases.grpo, tmp_path, max_steps=1, per_device_train_batch_size=8)
     fusion = trl.fuse(trainer, packing=True)

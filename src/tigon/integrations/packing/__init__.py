@@ -46,8 +46,8 @@ class PackedDataset(Dataset):  # type: ignore[type-arg]
             loss). A list or a datasets.Dataset.
         max_tokens: the token budget of a row.
         truncate: cut samples longer than max_tokens to their first max_tokens tokens.
-    Raises: ValueError for a sample longer than max_tokens without truncate, and for rows without a token. Samples
-        without tokens are left out.
+    Raises: ValueError for a sample longer than max_tokens without truncate, for rows without a token, and for columns
+        that a packed row cannot carry. Samples without tokens are left out.
 
     An item has the input_ids and labels of its samples, a list of lists each, for `PackingCollator`; another collator
     cannot mistake it for a single sample. `padding`: the share of the budget that stays empty. `padding_before`: the
@@ -67,6 +67,7 @@ class PackedDataset(Dataset):  # type: ignore[type-arg]
                 f"PackedDataset: sample {lengths.index(longest)} has {longest:,} tokens, more than max_tokens="
                 f"{max_tokens:,}; truncate=True cuts samples, or raise max_tokens."
             )
+        list(read_documents(rows[0], "sample 0"))  # raises for columns that a packed row cannot carry
         self.rows, self.max_tokens = rows, max_tokens
         lengths = [min(length, max_tokens) for length in lengths]
         self.packs = pack_best_fit(lengths, max_tokens)
