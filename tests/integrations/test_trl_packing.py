@@ -154,6 +154,20 @@ def test_rows_that_trl_packed_run_as_they_are(tmp_path):
     assert 0 < fusion.report().tokens["real"] <= fusion.report().tokens["padded"]
 
 
+def test_a_copy_of_the_model_is_padded(tmp_path):
+    trainer = sft(tmp_path, cases.model())
+    trl.fuse(trainer, packing=True)
+    copied = copy.deepcopy(trainer.model.model).eval()
+    ids, mask = torch.arange(1, 13).view(2, 6), torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
+    expected = cases.model().eval().model(ids, mask, use_cache=False).last_hidden_state
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.zero_()
+    found = copied(ids, mask, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found[mask != 0], expected[mask != 0])
+    assert not trainer.model.model(ids, mask, use_cache=False).last_hidden_state[mask == 0].any()
+
+
 def test_auto_leaves_attention_with_dense_masks_padded(tmp_path):
     trainer = sft(tmp_path, cases.model())
     fusion = trl.fuse(trainer, packing="auto", parts=())

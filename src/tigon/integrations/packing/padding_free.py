@@ -69,6 +69,8 @@ class PaddingFree:
 
         @functools.wraps(self.own)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not self.backbone:  # a copy of the model is a plain one
+                return type(module).forward(module, *args, **kwargs)
             return self._forward(*args, **kwargs)
 
         self._forward_now = types.MethodType(forward, backbone)
