@@ -120,6 +120,17 @@ def test_positions_that_restart_tell_the_documents(llama, want, no_masks):
     torch.testing.assert_close(loss, want[0])
 
 
+def test_positions_of_text_and_images_tell_the_documents(request):
+    """Four rows of positions: the text's, and three that rotate."""
+    model, rows = build("qwen2_5_vl"), documents()
+    batch = without(without_offsets(pack(rows)), "labels")
+    want = torch.cat([model(row[None]).logits[0] for row in rows])
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(model):
+        four = {**batch, "position_ids": batch["position_ids"].expand(4, 1, -1)}
+        torch.testing.assert_close(model(**four).logits[0], want)
+
+
 def test_offsets_alone_give_the_positions(request):
     """Learned positions count from the start of a document, where transformers would count on."""
     model, rows = build("gpt2"), documents()
@@ -367,8 +378,17 @@ def test_hooks_that_move_inputs_move_no_mask(llama, want, no_masks):
     hook.remove()
 
 
-def _doge():
-    return T.DogeForCausalLM(T.DogeConfig(**BASE))
+def _reads_masks():
+    """A model whose layers compute with the mask."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(_clone_mask, with_kwargs=True)
+    return model
+
+
+def _clone_mask(layer, args, kwargs):
+    mask = kwargs["attention_mask"]
+    return args, {**kwargs, "attention_mask": mask if mask is None else mask.clone()}
 
 
 def _gptj():
@@ -378,7 +398,10 @@ def _gptj():
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(_doge, "the model itself reads the mask"), (_gptj, "no causal attention in it uses transformers' registry")],
+    [
+        (_reads_masks, "the model itself reads the mask"),
+        (_gptj, "no causal attention in it uses transformers' registry"),
+    ],
 )
 def test_attention_that_cannot_has_the_dense_mask(make, why):
     torch.manual_seed(0)

@@ -52,12 +52,11 @@ def attend(
     """(B, H, T, D) heads → (B, T, H, D), by documents if the mask is a packed batch's, else by the function given."""
     if not isinstance(attention_mask, PackedMask):
         return function(module, query, key, value, attention_mask, *args, **options)  # type: ignore[no-any-return]
-    patch, name = module.__dict__.get("_tigon"), type(module).__name__
-    documents = attention_mask.call.documents
+    call = attention_mask.call
     autocast = autocast_dtype(query.device.type)
     if autocast is not None and query.dtype != torch.float64:
         query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
-    why = _why_dense(module, query, key, value, documents.shape, options)
+    why = _why_dense(module, query, key, value, call.documents.shape, options)
     if why:
         mask = attention_mask.build(why)
         mask = mask.to(query.device) if isinstance(mask, Tensor) else mask
@@ -67,12 +66,11 @@ def attend(
         value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     o = varlen_attention(
-        q, k, v, documents.offsets.to(q.device), scale=options.get("scaling"), window=attention_mask.window,
+        q, k, v, call.documents.offsets.to(q.device), scale=options.get("scaling"), window=attention_mask.window,
         softcap=options.get("softcap"), sinks=options.get(SINKS),
     )  # fmt: skip
-    if patch is not None:
-        patch.ledger.count("documents", name)
-    return o.unflatten(0, documents.shape)[..., :width], None
+    call.ledger.count("documents", type(module).__name__)
+    return o.unflatten(0, call.documents.shape)[..., :width], None
 
 
 def _why_dense(

@@ -75,7 +75,7 @@ class PackedForward:
         try:
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
-                if arguments.get("output_attentions", getattr(module.config, "output_attentions", False)):
+                if arguments.get("output_attentions", getattr(module.config, "output_attentions", None)):
                     _running.call.build("attention weights were asked for")
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
@@ -164,7 +164,7 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         config, x = given["config"], given.get("inputs_embeds", given.get("input_embeds"))
         mask = given.get("attention_mask")  # two dimensions: ones, which the model itself made, as the call has none
         if (
-            (mask is not None and mask.dim() != 2)
+            (mask is not None and getattr(mask, "ndim", 0) != 2)
             or not getattr(config, "is_causal", True)
             or get_implementation(config) not in DENSE
             or x is None

@@ -82,6 +82,8 @@ def _is_empty(cache: Any) -> bool:
 def _read_positions(positions: Any, shape: tuple[int, int]) -> Documents | None:
     """Documents that begin wherever a position does not follow the one before; None if only rows do."""
     rows, tokens = shape
+    if positions.dim() == 3 and positions.shape[0] == 4:  # Qwen's vision models: those of the text, before three others
+        positions = positions[0]
     if positions.dim() != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens or tokens < 2:
         return None
     if torch.compiler.is_compiling():  # how many there are is unknown; transformers' mask needs no number

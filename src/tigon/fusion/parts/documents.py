@@ -29,7 +29,7 @@ class DocumentsPart(Part):
             return
         # Imported only here, and only for models of transformers.
         from tigon.fusion.documents.leaks import find_leaks
-        from tigon.fusion.documents.masks import PackedForward, make_globals, makes_masks
+        from tigon.fusion.documents.masks import DENSE, PackedForward, get_implementation, make_globals, makes_masks
         from tigon.fusion.documents.recognize import list_attention
 
         decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
@@ -42,7 +42,12 @@ class DocumentsPart(Part):
                 site.record_skipped(self, decoder, reason)
                 continue
             inside = [m for m in decoders if m is not decoder and any(m is inner for inner in decoder.modules())]
-            layers = [] if inside else list_attention(decoder)
+            layers: list[Any] = [] if inside else list_attention(decoder)
+            names = {id(layer): get_implementation(layer.config) for layer in layers}
+            if not {*names.values()} <= {*DENSE}:
+                for layer in layers:
+                    site.record_skipped(self, layer, Reason(f"{names[id(layer)]} reads packed batches itself"))
+                continue
             keys = [type(layer).__name__ for layer in layers if self._fuse_attention(site, layer)]
             if not layers and not inside:
                 site.record_skipped(self, decoder, NO_REGISTRY)
@@ -51,18 +56,15 @@ class DocumentsPart(Part):
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
-        from tigon.fusion.documents import attention, masks
+        from tigon.fusion.documents import attention
         from tigon.fusion.documents.recognize import reads_type_of_mask
         from tigon.fusion.shared_prefix.attention import REGISTRY
 
         patch = site.find_patch(layer)
         forward = type(layer).forward if patch is None else vars(layer)["forward"].__func__
         names = inspect.unwrap(forward).__code__.co_names
-        implementation = masks.get_implementation(layer.config)
         reason = site.why_not(layer) if patch is None else None
-        if reason is None and implementation not in masks.DENSE:
-            reason = Reason(f"{implementation} reads packed batches itself")
-        elif reason is None and REGISTRY not in names:
+        if reason is None and REGISTRY not in names:
             reason = REPLACED
         elif reason is None and reads_type_of_mask(forward):
             reason = READS_TYPE

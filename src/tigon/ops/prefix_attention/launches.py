@@ -1,6 +1,7 @@
 """Launches for prefix attention: tile tables, library ops and autograd.
 
-Prefixes and suffixes have separate launches: a prefix reads no other rows, so its kernel needs no suffix code.
+Prefixes and suffixes have separate launches: a prefix reads no other rows, so its kernel needs no suffix code. The
+documents of varlen_attention take the same launches.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A tile holds a few consecutive tokens of a request with the N = H/G heads that s
 visits: the own key for a single-token suffix; the prefix's blocks from its start, unmasked except for the last block;
 then the blocks of each suffix that has tokens in the tile, from the suffix's start. So the order of a row's sums
 depends only on the row's suffix and prefix, never on the tile's other rows: a masked key adds an exact zero.
+
+A prefix, and a document of varlen_attention, is a sequence without a prefix and alone in its tiles: only the last step.
 """
 
 from __future__ import annotations

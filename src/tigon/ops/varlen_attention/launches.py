@@ -20,22 +20,26 @@ from tigon.ops.prefix_attention.launches import (
     new_statistics,
     unit_strides,
 )
-from tigon.ops.varlen_attention.tiles import find_tiles, slice_tiles
+from tigon.ops.varlen_attention.tiles import KINDS, find_tiles
 
 
 def varlen_attention_launch(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, *scores: Any
 ) -> Tensor:
     """Run the kernels. scores: scale, softcap, window."""
-    tiles = find_tiles(offsets, q.shape[0], _count_tokens(q, k, scores))
+    tiles = find_tiles(offsets, q.shape[0], tuple(_count_tokens(kind, q, k, scores) for kind in KINDS))
     return _varlen_attention(q, k, v, sinks, tiles, offsets.shape[0] - 1, *scores)
 
 
-def _count_tokens(q: Tensor, k: Tensor, scores: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Return the tokens in a tile of the forward pass, of the queries' gradient and of the keys' gradient."""
-    N = q.shape[1] // k.shape[1]
-    forward, queries, keys = (choose_tile(kind, q, k, scores[1] is not None) for kind in ("forward", "queries", "keys"))
-    return forward.rows // N, queries.rows // N, keys.keys
+def _count_tokens(kind: str, q: Tensor, k: Tensor, scores: tuple[Any, ...]) -> int:
+    """Return the tokens in a tile of a kind."""
+    tile = choose_tile(kind, q, k, scores[1] is not None)
+    return tile.keys if kind == "keys" else tile.rows // (q.shape[1] // k.shape[1])
+
+
+def _slice_tiles(tiles: Tensor, kind: str, q: Tensor, k: Tensor, documents: int, scores: tuple[Any, ...]) -> Tensor:
+    """Return the entries of one table that can be filled, (n, 6)."""
+    return tiles[KINDS.index(kind), : q.shape[0] // _count_tokens(kind, q, k, scores) + documents]
 
 
 _OPTIONS = "Tensor tiles, SymInt documents, float scale, float? softcap, int? window"
@@ -52,7 +56,7 @@ def _varlen_attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     q, k, v = unit_strides(q, k, v)
     o, lse = q.new_empty(q.shape), new_statistics(q, k)
     sinks = None if sinks is None else sinks.contiguous()
-    forward = slice_tiles(tiles, "forward", q.shape[0], _count_tokens(q, k, scores)[0], documents)
+    forward = _slice_tiles(tiles, "forward", q, k, documents, scores)
     tensors = q, k, v, o, lse, None, None, None, forward, None, None, sinks
     launch_queries("forward", tensors, 0, False, False, scores)
     return o, lse
@@ -74,17 +78,16 @@ def _varlen_attention_bwd(
     """wants: for dq, dk, dv and dsinks; unwanted gradients are empty."""
     tiles, documents, *scores_ = others
     scores = tuple(scores_)
-    _, queries, keys = _count_tokens(q, k, scores)
     do, q, k, v = unit_strides(do, q, k, v)
     dq, dk, dv, dsinks = _varlen_attention_bwd_fake(do, wants, q, k, v, sinks)
     delta = lse.new_empty(lse.shape)
     if wants[0]:
-        table = slice_tiles(tiles, "queries", q.shape[0], queries, documents)
+        table = _slice_tiles(tiles, "queries", q, k, documents, scores)
         launch_queries("queries", (q, k, v, o, lse, do, delta, dq, table, None, None, None), 0, False, False, scores)
     else:
         launch_delta(do, o, delta)
     if wants[1] or wants[2]:
-        table = slice_tiles(tiles, "keys", q.shape[0], keys, documents)
+        table = _slice_tiles(tiles, "keys", q, k, documents, scores)
         gradients = dk if wants[1] else None, dv if wants[2] else None
         launch_keys((q, k, v, do, lse, delta, *gradients, table, None), 0, False, False, scores)
     if sinks is not None and wants[3]:

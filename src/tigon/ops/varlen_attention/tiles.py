@@ -122,11 +122,12 @@ def _varlen_tiles(offsets: Tensor, count: SymInt, forward: int, queries: int, ke
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, int, int]) -> Tensor:
-    """Return the tables for tiles of as many tokens, (3, rows, 6) int32, in the order of KINDS.
+def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor:
+    """Return the tables for tiles of `sizes` tokens, (3, rows, 6) int32, in the order of KINDS.
 
     Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
-    capture would hold the documents of then, and later calls would find tables that a replay overwrites.
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
+    merges equal calls in its graph.
     """
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
         return _varlen_tiles(offsets, count, *sizes)
@@ -141,8 +142,3 @@ def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, int, int]) -> Tens
         tables[key] = _varlen_tiles(offsets, count, *sizes)
     found: Tensor = tables[key]
     return found
-
-
-def slice_tiles(tiles: Tensor, kind: str, count: int, size: int, documents: int) -> Tensor:
-    """Return the entries of one table that can be filled, (n, 6)."""
-    return tiles[KINDS.index(kind), : count // size + documents]
