@@ -154,6 +154,15 @@ def check_shared_prefixes(page: Namespace, output: str):
     assert re.search(r"Prompts computed once: \d+ rows in place of \d+", output)
 
 
+@check("how-to/packing.md")
+def check_training_without_padding(page: Namespace, output: str):
+    shares = re.findall(r"(\d+)% of the tokens of padded batches would be padding; packed: 0%", output)
+    assert len(shares) >= 2
+    assert all(int(share) > 10 for share in shares)
+    assert re.search(r"<PackedDataset of 16 samples in \d+ rows of 256 tokens: \d+% padding before", output)
+    assert page.loss.isfinite()
+
+
 @check("how-it-works/documents.md")
 def check_packed_batches(page: Namespace, output: str):
     assert re.search(r"documents fused +2 × LlamaAttention +ran 2", output)

@@ -4,6 +4,7 @@ from tigon.integrations import capture as capture
 from tigon.integrations import hub as hub
 from tigon.integrations import liger as liger
 from tigon.integrations import lightning as lightning
+from tigon.integrations import packing as packing
 from tigon.integrations import sam as sam
 from tigon.integrations import torchtitan as torchtitan
 from tigon.integrations import trainer as trainer

@@ -79,6 +79,19 @@ class FuseArguments:
 
 
 @dataclass(frozen=True)
+class PackingArguments:
+    """For the tasks whose trainer has no such option. SFTTrainer has its own."""
+
+    packing: Literal["auto", "true", "false"] = field(
+        default="auto",
+        metadata={
+            "help": "Run each batch as one packed row without padding, with the same losses; --no_packing pads. "
+            "auto: where the model's attention takes packed rows."
+        },
+    )
+
+
+@dataclass(frozen=True)
 class RewardArguments:
     reward_funcs: list[str] = field(
         default_factory=list, metadata={"help": "Reward functions to maximise, as import paths such as rewards.score."}
@@ -147,11 +160,20 @@ TASKS = {
 }  # fmt: skip
 # Tasks in which several answers continue one prompt.
 SHARING = ("dpo", "grpo", "rloo")
+# Tasks whose batches are packed by default.
+PACKING = ("sft", "dpo", "kto", "reward")
+SFT_PACKING = (
+    "true packs the data set into rows of --max_length tokens (--packing_strategy). Without this option each batch "
+    "runs as one packed row, with the same losses, where the model's attention takes packed rows; --no_packing pads."
+)
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave."""
+    """A run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave.
+
+    packing: auto, true or false; for SFT "true" with the trainer's own `packing` packs its data set.
+    """
 
     task: str
     data: DataArguments
@@ -160,6 +182,7 @@ class TrainOptions:
     trainer: Any
     extra: Any
     given: frozenset[str]
+    packing: str = "false"
 
 
 def parse_options(arguments: list[str]) -> TrainOptions:
@@ -193,6 +216,10 @@ def parse_options(arguments: list[str]) -> TrainOptions:
     if rest:
         raise Problem(_unknown(rest[0].partition("=")[0].lstrip("-"), names))
     data, model, fuse, trainer, *extra = parsed
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")} | set(config)
+    given = {"packing" if option == "no_packing" else option for option in given}
+    packing = extra.pop().packing if extra and isinstance(extra[-1], PackingArguments) else "auto"
+    packing = _read_packing(name, trainer, packing, given)
     if model.model_name_or_path is None:
         raise Problem("--model_name_or_path is missing (see `tigon train --help`)")
     if not 0 <= data.test_split_size < 1:
@@ -203,18 +230,38 @@ def parse_options(arguments: list[str]) -> TrainOptions:
         raise Problem(f"--shared_prefix true requires --task {', '.join(SHARING)}, got --task {name}")
     if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.fp8 or fuse.shared_prefix == "true"):
         raise Problem("--recompute, --offload, --fp8 and --shared_prefix need tigon.fuse and exclude --no_fuse")
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-    return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
+    if not fuse.fuse and name != "sft" and packing == "true":
+        raise Problem("--packing true needs tigon.fuse and excludes --no_fuse")
+    return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given), packing)
+
+
+def _read_packing(task: str, trainer: Any, packing: str, given: set[str]) -> str:
+    """Whether to pack: auto, true or false. TRL's `padding_free`, which TRL leaves out or narrows, is Tigon's here."""
+    if task not in PACKING:
+        return "false"
+    if task == "sft":
+        packing = str(trainer.packing).lower() if "packing" in given else "auto"
+    if "padding_free" in given:
+        packing = "true" if trainer.padding_free or packing == "true" else "false"
+        trainer.padding_free = False
+    return packing
 
 
 def make_parser(name: str, *, on_cpu: bool = False) -> Any:
     """Build the parser for a task's options. on_cpu: whether the run uses no GPU."""
     task = TASKS[name]
     types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
+    types += [PackingArguments] if name in PACKING and name != "sft" else []
     parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)
     parser.error = _refuse
     parser.add_argument("--task", default="sft", help=f"{', '.join(TASKS)}. Determines the other options.")
     parser.add_argument("--config", help="YAML file with these options by name; the command line takes precedence.")
+    if name in PACKING:
+        pads: Any = False if name == "sft" else "false"
+        parser.add_argument("--no_packing", action="store_const", const=pads, dest="packing", default=argparse.SUPPRESS)
+    if name == "sft":
+        option = next(action for action in parser._actions if "--packing" in action.option_strings)
+        option.help = SFT_PACKING
     has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     parser.set_defaults(**DEFAULTS, disable_tqdm=not sys.stderr.isatty(), **({} if has_bf16 else {"bf16": False}))
     # The trainer's own options come before those that all trainers share.

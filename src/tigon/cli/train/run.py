@@ -148,11 +148,36 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
         if parameter.requires_grad and stored_form(trainer.model.config):
             parameter.data = parameter.data.float()
-    return trainer, fuse_trainer(trainer, options)
+    fusion = fuse_trainer(trainer, options)
+    if (
+        fusion is not None
+        and getattr(trainer, "padding_free", False)
+        and not getattr(trainer, "aux_loss_enabled", False)
+    ):
+        pad_rows_to_budget(trainer)
+    return trainer, fusion
+
+
+def pad_rows_to_budget(trainer: Any) -> None:
+    """Let TRL's packed rows fill a token budget, so that steps have few shapes, and can be captured.
+
+    Full batches fill the largest of eight budgets; the last batch of an epoch may fill a smaller one.
+    """
+    from tigon.integrations.packing import PackingCollator
+
+    args = trainer.args
+    most = args.max_length * max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    full = args.max_length * args.per_device_train_batch_size
+    budgets = sorted({math.ceil(most * i / 8) for i in range(1, 9)} | {full})
+    pad_token = trainer.data_collator.pad_token_id
+    trainer.data_collator = PackingCollator(max_tokens=budgets, pad_to_budget=True, pad_token_id=pad_token)
 
 
 def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
-    """Fuse the trainer's models and losses. Raises Problem for --shared_prefix true where prompts cannot be shared."""
+    """Fuse the trainer's models and losses.
+
+    Raises: Problem for --shared_prefix true or --packing true where the model or the trainer cannot.
+    """
     if not options.fuse.fuse:
         return None
     from tigon.integrations.trl import fuse
@@ -161,12 +186,19 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
     level: Any = options.fuse.recompute  # the parser has validated the value
     if options.task not in SHARING:
         share = False
+    pack: Any = {"true": True, "false": False}.get(options.packing, "auto")
+    if getattr(trainer.args, "packing", False) and trainer.args.packing_strategy == "wrapped":
+        pack = False  # a row is one text, cut to length: no padding
     try:
-        return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload, fp8=options.fuse.fp8)
+        return fuse(
+            trainer, shared_prefix=share, packing=pack, recompute=level, offload=options.fuse.offload,
+            fp8=options.fuse.fp8,
+        )  # fmt: skip
     except ValueError as error:
-        if share is not True:
+        name = next((name for name in ("shared_prefix", "packing") if f"{name}=True" in str(error)), None)
+        if name is None:
             raise
-        raise Problem(f"--shared_prefix true: {one_line(error).rpartition('Trainer: ')[2]}") from error
+        raise Problem(f"--{name} true: {one_line(error).rpartition('Trainer: ')[2]}") from error
 
 
 def find_source(options: TrainOptions) -> Source:
