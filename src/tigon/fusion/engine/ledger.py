@@ -7,7 +7,7 @@ import copy
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -140,6 +140,15 @@ class Ledger:
             self.calls[kind, key] += 1
         else:
             self.outside += 1
+
+    def count_all(self, keys: Iterable[tuple[str, Any]]) -> None:
+        """Count one call for each kind and key, as `count` does."""
+        if not self.has_entrance or self.is_running or torch._C._current_graph_task_id() != -1:
+            calls = self.calls
+            for key in keys:
+                calls[key] += 1
+        else:
+            self.outside += sum(1 for _ in keys)
 
     def count_fallback(self, kind: str, key: Any, why: str) -> None:
         """Count a replaced forward that ran the module's own code. key: as in `count`; None for a whole kind.

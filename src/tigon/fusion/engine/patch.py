@@ -77,6 +77,7 @@ class Patch:
     fp8: what the module needs to run in FP8; None for bf16.
     is_inner: whether this is a backbone's forward, which begins a step only where it is called alone.
     rewritten_by: parts that have rewritten this forward since, in order.
+    whole: for a decoder layer, what runs the whole layer where all its parts are plain; see parts/decoder_layer.py.
     """
 
     fusion: Any = None
@@ -87,6 +88,7 @@ class Patch:
     fp8: Any = None
     is_inner = False
     rewritten_by: tuple[Any, ...] = ()
+    whole: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class Patch:
         # When the whole model is copied, the copy gets a Fusion once the modules are copied.
         fusion = self.fusion if ledger is self.ledger else None
         vars(copied).update(vars(self), ledger=ledger, act=act, before=before, fp8=fp8, formula=formula, fusion=fusion)
+        copied.whole = copy.copy(self.whole)
         return copied
 
 

@@ -136,6 +136,19 @@ class Recompute:
             running.note(results, again, *inputs, where_known=where_known)
 
     @staticmethod
+    def leave_out(count: int, size: int) -> None:
+        """Count results, of `size` bytes together, that an operator recomputes by itself where `is_cheap` holds."""
+        running = _running()
+        if running is not None:
+            running.tensors += count
+            running.bytes += size
+
+    def is_cheap(self) -> bool:
+        """Whether norm results of the operations that run now are recomputed."""
+        running = _running() if self.cheap else None
+        return running is not None and running.cheap
+
+    @staticmethod
     def is_running() -> bool:
         """Whether Tigon's hooks see the tensors saved now: not inside a checkpoint, and not outside `forward()`."""
         return _running() is not None
