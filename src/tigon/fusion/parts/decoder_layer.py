@@ -32,11 +32,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch, get_child, is_hooked
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import name_forward, parse_function
+from tigon.fusion.memory.recompute import without_recipes
 from tigon.fusion.parts.mlp import Gated
 from tigon.fusion.parts.norm import is_rms_norm, norm_fits
 from tigon.fusion.parts.norm_formula import Norm, RMSForm
@@ -207,9 +209,10 @@ class Operands:
         # A module's class, dictionary and entries. In the layer's own dictionary is the patch that keeps this object.
         self._states: list[tuple[Any, type, dict[str, Any], Any, Any]] = []
         self._hooks: list[Any] = []
-        for module in (self.attention, mlp, *norms, *linears, *([] if act is None else [act])):
+        modules = [self.attention, mlp, *norms, *([] if act is None else [act])]
+        for module in modules:
             patch = module.__dict__.get("_tigon")
-            names = ["_modules", "_parameters", *_HOOKS]
+            names = ["_modules", "_parameters"]
             if patch is not None:
                 live = [n for n in getattr(patch.formula, "live", ()) if isinstance(n, str)]
                 names += ["_tigon", "forward", *live, *(name for name, _ in patch.watched)]
@@ -218,13 +221,18 @@ class Operands:
             read = operator.itemgetter(*names)
             state = module.__dict__
             self._states.append((module, type(module), state, read, read(state)))
-            self._hooks += [state[name] for name in _HOOKS]
+        # Each dictionary of hooks, and torch's count of the hooks registered so far, by which most calls need no look.
+        self._hooks = [m.__dict__[name] for m in (*modules, *linears) for name in _HOOKS]
+        self._registered = RemovableHandle.next_id
         self._children = [(name, children[name]) for name in form.names]
         self._inside: list[tuple[dict[str, Any], Any, tuple[Any, ...]]] = []
         for module in (self.attention, mlp):
             read = operator.itemgetter(*module._modules)
             self._inside.append((module._modules, read, read(module._modules)))
-        self._linears = [(m.__dict__, m._parameters) for m in linears]
+        self._linears = [
+            (m, m.__dict__, m._parameters, weight, bias)
+            for m, weight, bias in zip(linears, self.weights, self.biases, strict=True)
+        ]
         self._weights = [(t, t.shape) for t in (*self.weights, *self.norm_weights, *self.biases) if t is not None]
         self._norms = [
             (m._parameters, f.weight, w) for m, f, w in zip(norms, form.norms, self.norm_weights, strict=True)
@@ -235,8 +243,12 @@ class Operands:
     def hold(self, layer: nn.Module, x: Tensor) -> bool:
         """Whether a look at all modules and weights, for x, would find the same again."""
         dtype, device = self._dtype, self._device
-        if x.dtype is not dtype or x.get_device() != device or x.shape[2] != self._width or any(self._hooks):
+        if x.dtype is not dtype or x.get_device() != device or x.shape[2] != self._width:
             return False
+        if self._registered != RemovableHandle.next_id:
+            if any(self._hooks):
+                return False
+            self._registered = RemovableHandle.next_id
         children = layer._modules
         for name, child in self._children:
             if children.get(name) is not child:
@@ -251,8 +263,10 @@ class Operands:
                     return False
         except KeyError:  # taken away since
             return False
-        for (state, parameters), weight, bias in zip(self._linears, self.weights, self.biases, strict=True):
-            if "forward" in state or parameters.get("weight") is not weight or parameters.get("bias") is not bias:
+        for module, state, parameters, weight, bias in self._linears:
+            if type(module) is not nn.Linear or "forward" in state or state["_parameters"] is not parameters:
+                return False
+            if parameters.get("weight") is not weight or parameters.get("bias") is not bias:
                 return False
         for parameters, name, weight in self._norms:
             if parameters.get(name) is not weight:
@@ -324,10 +338,11 @@ class LayerCall:
         is_cheap = recompute.is_cheap()
         pair = (weights[2], weights[3]) if len(forms) == 4 else (None, None)
         heads = Heads(shape[-1], rotary.turn.pairs == "neighbours", forms[2] if len(forms) == 4 else None)
-        entered = enter_attention(
-            x, weights[0], found.weights[:3], found.biases[:3], pair, (cos, sin), norm=forms[0], heads=heads,
-            recompute=is_cheap, show_before=is_cheap and len(forms) == 4,
-        )  # fmt: skip
+        with without_recipes(is_cheap):
+            entered = enter_attention(
+                x, weights[0], found.weights[:3], found.biases[:3], pair, (cos, sin), norm=forms[0], heads=heads,
+                recompute=is_cheap, show_before=is_cheap and len(forms) == 4,
+            )  # fmt: skip
         self.ledger.count_all(self.form.counted)
         if entered.before is not None:
             config = NEIGHBOURS if heads.interleaved else DEFAULT
@@ -357,10 +372,12 @@ class LayerCall:
     def leave(self, a: Tensor) -> Tensor:
         """The layer's result, from attention's before its output projection."""
         found, recompute = self.found, self.ledger.recompute
-        return leave_attention(
-            a, self.stream, found.norm_weights[1], found.weights[3:], found.biases[3:], norm=found.forms[1],
-            act=self.form.unit.act, product=recompute.product, recompute=recompute.is_cheap(),
-        )  # fmt: skip
+        is_cheap = recompute.is_cheap()
+        with without_recipes(is_cheap):
+            return leave_attention(
+                a, self.stream, found.norm_weights[1], found.weights[3:], found.biases[3:], norm=found.forms[1],
+                act=self.form.unit.act, product=recompute.product, recompute=is_cheap,
+            )  # fmt: skip
 
 
 class _Unfit(Exception):
