@@ -198,7 +198,7 @@ class Operands:
     def __init__(
         self, form: LayerForm, layer: nn.Module, linears: list[Any], norms: list[Any], forms: list[RMSForm]
     ) -> None:
-        children = layer._modules
+        children: dict[str, Any] = layer._modules
         self.attention: Any = children[form.names.attention]
         mlp: Any = children[form.names.mlp]
         self.forms = forms
@@ -208,7 +208,7 @@ class Operands:
         act = mlp.__dict__["_tigon"].act
         # A module's class, dictionary and entries. In the layer's own dictionary is the patch that keeps this object.
         self._states: list[tuple[Any, type, dict[str, Any], Any, Any]] = []
-        self._hooks: list[Any] = []
+        self._others: list[tuple[Any, str, Any]] = []  # attributes from elsewhere, such as the class
         modules = [self.attention, mlp, *norms, *([] if act is None else [act])]
         for module in modules:
             patch = module.__dict__.get("_tigon")
@@ -218,9 +218,10 @@ class Operands:
                 names += ["_tigon", "forward", *live, *(name for name, _ in patch.watched)]
             elif module is act:
                 names += [name for name, _ in mlp.__dict__["_tigon"].watched_act]
-            read = operator.itemgetter(*names)
             state = module.__dict__
+            read = operator.itemgetter(*(name for name in names if name in state))
             self._states.append((module, type(module), state, read, read(state)))
+            self._others += [(module, name, getattr(module, name)) for name in names if name not in state]
         # Each dictionary of hooks, and torch's count of the hooks registered so far, by which most calls need no look.
         self._hooks = [m.__dict__[name] for m in (*modules, *linears) for name in _HOOKS]
         self._registered = RemovableHandle.next_id
@@ -234,7 +235,7 @@ class Operands:
             for m, weight, bias in zip(linears, self.weights, self.biases, strict=True)
         ]
         self._weights = [(t, t.shape) for t in (*self.weights, *self.norm_weights, *self.biases) if t is not None]
-        self._norms = [
+        self._norms: list[tuple[dict[str, Any], Any, Any]] = [
             (m._parameters, f.weight, w) for m, f, w in zip(norms, form.norms, self.norm_weights, strict=True)
         ]
         first = self.weights[0]
@@ -261,6 +262,9 @@ class Operands:
             for modules, read, values in self._inside:
                 if read(modules) != values:
                     return False
+            for module, name, value in self._others:
+                if getattr(module, name, self) != value:
+                    return False
         except KeyError:  # taken away since
             return False
         for module, state, parameters, weight, bias in self._linears:
@@ -268,8 +272,8 @@ class Operands:
                 return False
             if parameters.get("weight") is not weight or parameters.get("bias") is not bias:
                 return False
-        for parameters, name, weight in self._norms:
-            if parameters.get(name) is not weight:
+        for parameters, weight_name, weight in self._norms:
+            if parameters.get(weight_name) is not weight:
                 return False
         for weight, shape in self._weights:
             if weight.dtype is not dtype or weight.get_device() != device or weight.shape != shape:
@@ -297,9 +301,12 @@ def find_operands(form: LayerForm, layer: nn.Module, x: Tensor) -> Operands | No
         return None
     forms = [f.form(norm) for norm, f in zip(norms, form.norms, strict=True)]
     act = mlp.__dict__["_tigon"].act
-    if forms[2:3] != forms[3:] or (act is not None and parts.get(unit.act_module) is not act):
+    if forms[2:3] != forms[3:] or (act is not None and parts.get(unit.act_module or "") is not act):
         return None
-    found = Operands(form, layer, linears, norms, forms)
+    try:
+        found = Operands(form, layer, linears, norms, forms)
+    except KeyError:  # a module from a file of an older torch, without a dictionary for some kind of hooks
+        return None
     for t in (*found.weights, *found.norm_weights, *(b for b in found.biases if b is not None)):
         if type(t) is not nn.Parameter or t.dtype is not x.dtype:
             return None

@@ -318,15 +318,15 @@ def _read_layer(function: Any, body: list[ast.stmt], at: int) -> _WholeLayer | N
             pass
         case _:
             return None
-    calls = [_read_call(node) for node in (first, second, mlp)]
+    calls = [called for node in (first, second, mlp) if (called := _read_call(node)) is not None]
     attention = call.func
-    if None in calls or not isinstance(attention, ast.Attribute) or not isinstance(attention.value, ast.Name):
+    if len(calls) != 3 or not isinstance(attention, ast.Attribute) or not isinstance(attention.value, ast.Name):
         return None
     flow = (x, total, second_normed), (left, right), (kept,), (last_left, last_right)
-    if flow != (tuple(c[1] for c in calls if c), (stream, made), (total,), (second_stream, unit)):
+    if flow != (tuple(c[1] for c in calls), (stream, made), (total,), (second_stream, unit)):
         return None
     # Attention takes the normed states once, and nothing else that these statements make.
-    given = [(None, call.args[0])] if call.args else []
+    given: list[tuple[str | None, ast.expr]] = [(None, call.args[0])] if call.args else []
     given += [(k.arg, k.value) for k in call.keywords if k.arg is not None]
     places = [name for name, value in given if isinstance(value, ast.Name) and value.id == normed]
     values = [*call.args, *(k.value for k in call.keywords)]
@@ -342,7 +342,7 @@ def _read_layer(function: Any, body: list[ast.stmt], at: int) -> _WholeLayer | N
     for statement in body[at + _STATEMENTS :]:
         if any(isinstance(node, ast.Name) and node.id in inside for node in ast.walk(statement)):
             return None
-    found = LayerNames(*(c[0] for c in calls[:1] if c), attention.attr, *(c[0] for c in calls[1:] if c))
+    found = LayerNames(calls[0][0], attention.attr, calls[1][0], calls[2][0])
     return _WholeLayer(found, body, at, x, y, call, places[0])
 
 

@@ -73,8 +73,8 @@ def enter_attention(
         recompute: compute the norm's result again in the backward pass instead of saving it.
         show_before: return q and k before norm and rotation too.
     """
-    result = _enter(x, norm_weight, *weights, *biases, *head_weights, *angles, norm, heads, recompute, show_before)
-    q, k, v, *more = result
+    options = _Before(norm, heads, recompute, show_before)
+    q, k, v, *more = _enter(x, options, norm_weight, *weights, *biases, *head_weights, *angles)
     before = (more[0], more[1]) if show_before else None
     return Entered(q, k, v, more[2 * show_before] if x.requires_grad else x, before)
 
@@ -95,20 +95,26 @@ def leave_attention(
         product: recompute act(g) · u in the backward pass. recompute: the norm's result too.
     Returns: (B, T, N).
     """
-    y: Tensor = _leave(a, x, norm_weight, *weights, *biases, norm, act, product, recompute)[0]
+    y: Tensor = _leave(a, _After(norm, act, product, recompute), x, norm_weight, *weights, *biases)[0]
     return y
 
 
 # ------------------------------------------------------------------------------------------------ before attention
 
 
-def _enter_fwd(
-    ctx: Any, x: Tensor, wn: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bq: Any, bk: Any, bv: Any, nq: Any, nk: Any,
-    cos: Tensor, sin: Tensor, norm: NormOptions, heads: Heads, recompute: bool, show_before: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+class _Before(NamedTuple):
+    norm: NormOptions
+    heads: Heads
+    recompute: bool
+    show_before: bool
+
+
+def _enter_fwd(ctx: Any, x: Tensor, options: _Before, *tensors: Any) -> tuple[Tensor, ...]:
+    wn, wq, wk, wv, bq, bk, bv, nq, nk, cos, sin = tensors
+    norm, heads, recompute, show_before = options
     # An unused result's gradient stays None, and its products are skipped.
     ctx.set_materialize_grads(False)
-    ctx.norm, ctx.heads, ctx.shows = norm, heads, show_before
+    ctx.options = options
     y, rstd = _rms_norm_fwd.direct(x, wn, *norm)  # type: ignore[attr-defined]
     B, T, N = x.shape
     rows = y.view(-1, N)
@@ -116,14 +122,14 @@ def _enter_fwd(
         linear(rows, w, b).view(B, T, -1, heads.width).transpose(1, 2) for w, b in ((wq, bq), (wk, bk), (wv, bv))
     )
     if heads.norm is None:
-        turn = (1, heads.interleaved, *_NO_PLANES, False, False, x.dtype)
+        turn: tuple[Any, ...] = (1, heads.interleaved, *_NO_PLANES, False, False, x.dtype)
         turned = _rope_launch.direct(q, k, cos, sin, *turn)  # type: ignore[attr-defined]
         before: tuple[Any, ...] = None, None, None, None
     else:
         turn = (*_round_heads(heads.norm), 1, heads.interleaved, x.dtype)
         turned = _qk_norm_rope_fwd.direct(q, k, nq, nk, cos, sin, *turn)  # type: ignore[attr-defined]
         before = q, k, nq, nk
-    kept = None if recompute or not any(ctx.needs_input_grad[2:5]) else y
+    kept = None if recompute or not any(ctx.needs_input_grad[3:6]) else y
     ctx.save_for_backward(x, wn, rstd, kept, wq, wk, wv, cos, sin, *before)
     if show_before:
         ctx.mark_non_differentiable(q, k)
@@ -137,25 +143,25 @@ def _round_heads(norm: NormOptions) -> tuple[float, float, bool]:
 
 
 def _enter_bwd(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *more: Any) -> tuple[Any, ...]:
-    ds: Tensor | None = more[-1] if len(more) > 2 * ctx.shows else None
+    norm, heads, _, shows = ctx.options
+    ds: Tensor | None = more[-1] if len(more) > 2 * shows else None
     x, wn, rstd, y, wq, wk, wv, cos, sin, q, k, nq, nk = ctx.saved_tensors
-    need, heads, N = ctx.needs_input_grad, ctx.heads, x.shape[-1]
-    need_x, need_wn = need[:2]
+    need_x, _, need_wn, *need = ctx.needs_input_grad
     dnq = dnk = None
     if heads.norm is None:
         if dq is not None or dk is not None:
             one, other = (dq, dk) if dq is not None else (dk, None)
-            turned = _rope_launch(one, other, cos, sin, 1, heads.interleaved, *_NO_PLANES, False, True, x.dtype)  # type: ignore[arg-type]
+            turned = _rope_launch(one, other, cos, sin, 1, heads.interleaved, *_NO_PLANES, False, True, x.dtype)
             dq, dk = (turned[0], turned[1] if dk is not None else None) if dq is not None else (None, turned[0])
     else:
-        wanted = [dq is not None, dk is not None, dq is not None and need[8], dk is not None and need[9]]
+        wanted = [dq is not None, dk is not None, dq is not None and need[6], dk is not None and need[7]]
         if any(wanted):
             turn = (*_round_heads(heads.norm), 1, heads.interleaved)
             made = _qk_norm_rope_bwd(q, k, nq, nk, wanted, cos, sin, dq, dk, *turn)
             dq, dk, dnq, dnk = (g if w else None for g, w in zip(made, wanted, strict=True))
-    if y is None and any(need[2:5]):
-        y = _rms_norm_fwd.direct(x, wn, *ctx.norm)[0]  # type: ignore[attr-defined]
-    rows: Any = None if y is None else y.view(-1, N)
+    if y is None and any(need[:3]):
+        y = _rms_norm_fwd.direct(x, wn, *norm)[0]  # type: ignore[attr-defined]
+    rows: Any = None if y is None else y.view(-1, x.shape[-1])
     dy = None
     gradients: list[Tensor | None] = [None] * 6
     for i, (given, weight) in enumerate(((dq, wq), (dk, wk), (dv, wv))):
@@ -164,14 +170,14 @@ def _enter_bwd(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
         d = given.transpose(1, 2).reshape(-1, weight.shape[0])
         if need_x or need_wn:
             dy = torch.mm(d, weight) if dy is None else dy.addmm_(d, weight)
-        if need[2 + i]:
+        if need[i]:
             gradients[i] = torch.mm(d.t(), rows)
-        if need[5 + i]:
+        if need[3 + i]:
             gradients[3 + i] = d.sum(0)
     if dy is None:
-        return ds, None, *gradients, dnq, dnk
-    dx, dwn = _rms_norm_bwd(dy.view(x.shape), ds, x, wn, rstd, *ctx.norm, need_x, need_wn)
-    return dx if need_x else None, dwn if need_wn else None, *gradients, dnq, dnk
+        return ds, None, None, *gradients, dnq, dnk
+    dx, dwn = _rms_norm_bwd(dy.view(x.shape), ds, x, wn, rstd, *norm, need_x, need_wn)
+    return dx if need_x else None, None, dwn if need_wn else None, *gradients, dnq, dnk
 
 
 _enter = make_function(_enter_fwd, _enter_bwd, "enter_attention")
@@ -180,28 +186,36 @@ _enter = make_function(_enter_fwd, _enter_bwd, "enter_attention")
 # ------------------------------------------------------------------------------------------------- after attention
 
 
-def _leave_fwd(
-    ctx: Any, a: Tensor, x: Tensor, wn: Tensor, wo: Tensor, wg: Tensor, wu: Tensor, wd: Tensor, bo: Any, bg: Any,
-    bu: Any, bd: Any, norm: NormOptions, act: Act, product: bool, recompute: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+class _After(NamedTuple):
+    norm: NormOptions
+    act: Act
+    product: bool
+    recompute: bool
+
+
+def _leave_fwd(ctx: Any, a: Tensor, options: _After, *tensors: Any) -> tuple[Tensor, ...]:
+    x, wn, wo, wg, wu, wd, bo, bg, bu, bd = tensors
+    norm, act, product, recompute = options
     ctx.set_materialize_grads(False)
-    ctx.norm, ctx.act, need, N = norm, act, ctx.needs_input_grad, x.shape[-1]
+    ctx.options, N = options, x.shape[-1]
+    _, _, _, _, _, need_wg, need_wu, need_wd, *_ = ctx.needs_input_grad
     o = linear(a.reshape(-1, wo.shape[1]), wo, bo)
     z, s, rstd = _add_rms_norm_fwd.direct(o.view(x.shape), x, wn, *norm)  # type: ignore[attr-defined]
     rows = z.view(-1, N)
     g, u = linear(rows, wg, bg), linear(rows, wu, bu)
     h = _gated_fwd.direct(g, u, act, 1.0, 1.0)  # type: ignore[attr-defined]
     y = linear(h.view(*x.shape[:-1], wd.shape[1]), wd, bd)
-    kept = None if recompute or not (need[4] or need[5]) else z
+    kept = None if recompute or not (need_wg or need_wu) else z
     # x is saved as the way to the input, for `run_once_differentiable`: the node before attention keeps it anyway.
-    ctx.save_for_backward(a, x, wn, wo, s, rstd, kept, g, u, None if product or not need[6] else h, wg, wu, wd)
+    ctx.save_for_backward(a, x, wn, wo, s, rstd, kept, g, u, None if product or not need_wd else h, wg, wu, wd)
     return (y.add_(s),)
 
 
 def _leave_bwd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     a, _, wn, wo, s, rstd, z, g, u, h, wg, wu, wd = ctx.saved_tensors
-    need_a, need_x, need_wn, need_wo, need_wg, need_wu, need_wd, need_bo, need_bg, need_bu, need_bd = (
-        ctx.needs_input_grad[:11]
+    norm, act, _, _ = ctx.options
+    need_a, _, need_x, need_wn, need_wo, need_wg, need_wu, need_wd, need_bo, need_bg, need_bu, need_bd = (
+        ctx.needs_input_grad
     )
     dwo = dwg = dwu = dwd = dbo = dbg = dbu = dbd = da = dwn = None
     dy = dout.reshape(-1, dout.shape[-1])
@@ -214,16 +228,16 @@ def _leave_bwd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         # Gate and up are private to this node. With a retained graph the next backward pass reads them again.
         over = not is_graph_retained()
         dg, du = (g, u) if over else (torch.empty_like(g), torch.empty_like(u))
-        gated_backward(scratch, g, u, ctx.act, 1.0, 1.0, dg, du, scratch if again else None)
+        gated_backward(scratch, g, u, act, 1.0, 1.0, dg, du, scratch if again else None)
     elif again:
-        scratch = _gated_fwd.direct(g, u, ctx.act, 1.0, 1.0)  # type: ignore[attr-defined]
+        scratch = _gated_fwd.direct(g, u, act, 1.0, 1.0)  # type: ignore[attr-defined]
     if need_wd:
         dwd = torch.mm(dy.t(), scratch if again else h)
     if need_bd:
         dbd = dy.sum(0)
     scratch = h = None
     if z is None and (need_wg or need_wu):
-        z = _rms_norm_fwd.direct(s, wn, *ctx.norm)[0]  # type: ignore[attr-defined]
+        z = _rms_norm_fwd.direct(s, wn, *norm)[0]  # type: ignore[attr-defined]
     rows: Any = None if z is None else z.view(-1, s.shape[-1])
     dz = torch.mm(dg, wg) if need_z else None
     if need_wg:
@@ -237,8 +251,8 @@ def _leave_bwd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     if need_bu:
         dbu = du.sum(0)
     if dz is None:
-        return da, None, dwn, dwo, dwg, dwu, dwd, dbo, dbg, dbu, dbd
-    ds, dw = _rms_norm_bwd(dz.view(s.shape), dout, s, wn, rstd, *ctx.norm, need_s, need_wn)
+        return da, None, None, dwn, dwo, dwg, dwu, dwd, dbo, dbg, dbu, dbd
+    ds, dw = _rms_norm_bwd(dz.view(s.shape), dout, s, wn, rstd, *norm, need_s, need_wn)
     if need_wn:
         dwn = dw
     if need_s:
@@ -249,7 +263,7 @@ def _leave_bwd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
             dwo = torch.mm(do.t(), a.reshape(-1, wo.shape[1]))
         if need_bo:
             dbo = do.sum(0)
-    return da, ds if need_x else None, dwn, dwo, dwg, dwu, dwd, dbo, dbg, dbu, dbd
+    return da, None, ds if need_x else None, dwn, dwo, dwg, dwu, dwd, dbo, dbg, dbu, dbd
 
 
 _leave = make_function(_leave_fwd, _leave_bwd, "leave_attention")
