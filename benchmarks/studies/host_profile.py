@@ -35,7 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 from tigon.kernels import dispatch, launch_cache
 
-CASES = (("Llama-3.2-1B", "llama-3.2-1b", {}), ("Qwen3-0.6B", "qwen3-1.7b", {"hidden_size": 1024}))
+CASES = (
+    ("Llama-3.2-1B", "llama-3.2-1b", {}),
+    ("Qwen3-0.6B", "qwen3-1.7b", {"hidden_size": 1024, "intermediate_size": 3072}),
+)
 # The sizes on a CPU: the same operators, with little arithmetic.
 NARROW = {
     "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
