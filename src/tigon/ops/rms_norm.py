@@ -119,7 +119,9 @@ def rms_norm_reference(
 
 
 def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dtype:
-    return dtype if weight is None or cast == "gemma" else torch.promote_types(dtype, weight.dtype)
+    if weight is None or cast == "gemma" or weight.dtype == dtype:
+        return dtype
+    return torch.promote_types(dtype, weight.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

@@ -154,7 +154,7 @@ class WholeLayer:
         name: the keyword by which attention takes the hidden states; None: they are the first argument. args, kwargs:
         attention's other arguments.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:
+        if not torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         ledger = layer.__dict__["_tigon"].ledger
         recompute = ledger.recompute

@@ -178,6 +178,8 @@ def run_whole(layer: Any, x: Any, name: str | None, *args: Any, **kwargs: Any) -
     name: the keyword by which attention takes the hidden states; None: they are the first argument. args, kwargs:
     attention's other arguments.
     """
+    if torch.compiler.is_compiling():
+        return None
     patch: Patch | None = vars(layer).get("_tigon")
     whole = None if patch is None else patch.whole
     return None if whole is None else whole(layer, x, name, *args, **kwargs)

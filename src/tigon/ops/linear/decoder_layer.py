@@ -176,7 +176,7 @@ def _enter_bwd(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
             gradients[3 + i] = d.sum(0)
     if dy is None:
         return ds, None, None, *gradients, dnq, dnk
-    dx, dwn = _rms_norm_bwd(dy.view(x.shape), ds, x, wn, rstd, *norm, need_x, need_wn)
+    dx, dwn = _rms_norm_bwd(dy, ds, x, wn, rstd, *norm, need_x, need_wn)
     return dx if need_x else None, None, dwn if need_wn else None, *gradients, dnq, dnk
 
 
@@ -200,7 +200,7 @@ def _leave_fwd(ctx: Any, a: Tensor, options: _After, *tensors: Any) -> tuple[Ten
     ctx.options, N = options, x.shape[-1]
     _, _, _, _, _, need_wg, need_wu, need_wd, *_ = ctx.needs_input_grad
     o = linear(a.reshape(-1, wo.shape[1]), wo, bo)
-    z, s, rstd = _add_rms_norm_fwd.direct(o.view(x.shape), x, wn, *norm)  # type: ignore[attr-defined]
+    z, s, rstd = _add_rms_norm_fwd.direct(o, x, wn, *norm)  # type: ignore[attr-defined]
     rows = z.view(-1, N)
     g, u = linear(rows, wg, bg), linear(rows, wu, bu)
     h = _gated_fwd.direct(g, u, act, 1.0, 1.0)  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def _leave_bwd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         dbu = du.sum(0)
     if dz is None:
         return da, None, None, dwn, dwo, dwg, dwu, dwd, dbo, dbg, dbu, dbd
-    ds, dw = _rms_norm_bwd(dz.view(s.shape), dout, s, wn, rstd, *norm, need_s, need_wn)
+    ds, dw = _rms_norm_bwd(dz, dout, s, wn, rstd, *norm, need_s, need_wn)
     if need_wn:
         dwn = dw
     if need_s:
