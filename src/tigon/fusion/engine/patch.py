@@ -78,6 +78,7 @@ class Patch:
     is_inner: whether this is a backbone's forward, which begins a step only where it is called alone.
     packed: in a decoder, what runs packed calls: packed(ledger, module, forward, *args, **kwargs).
     rewritten_by: parts that have rewritten this forward since, in order.
+    whole: for a decoder layer, what runs the whole layer where all its parts are plain; see parts/decoder_layer.py.
     """
 
     fusion: Any = None
@@ -89,6 +90,7 @@ class Patch:
     is_inner = False
     packed: Callable[..., Any] | None = None
     rewritten_by: tuple[Any, ...] = ()
+    whole: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Patch:
         # When the whole model is copied, the copy gets a Fusion once the modules are copied.
         fusion = self.fusion if ledger is self.ledger else None
         vars(copied).update(vars(self), ledger=ledger, act=act, before=before, fp8=fp8, formula=formula, fusion=fusion)
+        copied.whole = copy.copy(self.whole)
         return copied
 
 
