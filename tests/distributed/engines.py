@@ -227,6 +227,8 @@ def within_adapters(model: nn.Module) -> list[nn.Module]:
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+# By default ZeRO-3 keeps small weights, and weights that it needs again soon: of this Llama all.
+PARTITIONED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 of = functools.partial
 
 ENGINES: dict[str, Engine] = {
@@ -263,7 +265,9 @@ ENGINES: dict[str, Engine] = {
     "CP, keys and values gathered": Engine(ddp, (2,), cp=True),
     "ZeRO-1": Engine(of(zero, stage=1), needs="deepspeed", cuda=True),
     "ZeRO-2": Engine(of(zero, stage=2), needs="deepspeed", cuda=True),
-    "ZeRO-3": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
+    "ZeRO-3": Engine(of(zero, stage=3, **PARTITIONED), needs="deepspeed", cuda=True),
+    "ZeRO-3, weights kept for the next use": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
+    "ZeRO-3, tied embeddings": Engine(of(zero, stage=3, **PARTITIONED), needs="deepspeed", cuda=True, tied=True),
     "ZeRO++": Engine(of(zero, stage=3, zero_hpz_partition_size=2), (4,), needs="deepspeed", cuda=True),
     "DDP, adapters": Engine(ddp, adapters=14),
     "FSDP2, adapters": Engine(fsdp, adapters=14),
@@ -274,7 +278,7 @@ ENGINES: dict[str, Engine] = {
     "FSDP2, A and B alone": Engine(of(fsdp, units=within_adapters), adapters=0, left="own layers have hooks"),
     "ZeRO-2, adapters": Engine(of(zero, stage=2), needs="deepspeed", cuda=True, adapters=14),
     "ZeRO-3, adapters": Engine(
-        of(zero, stage=3), needs="deepspeed", cuda=True, adapters=0, left="partitioned by DeepSpeed's ZeRO-3"
+        of(zero, stage=3, **PARTITIONED), needs="deepspeed", cuda=True, adapters=0, left="partitioned by DeepSpeed's ZeRO-3"
     ),
     "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
 }

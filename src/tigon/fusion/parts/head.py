@@ -24,9 +24,9 @@ from tigon.fusion.engine.reasons import (
 )
 from tigon.fusion.engine.step import find_labels_position
 from tigon.fusion.logits.compiled import CompiledLogits
-from tigon.fusion.logits.fsdp_head import find_regather
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import DTYPES, Recipe
+from tigon.fusion.logits.sharded_head import find_regather
 from tigon.fusion.logits.split import is_gathered, is_gathering_forward, is_split
 from tigon.fusion.parts.sharded_rows import is_dtensor
 from tigon.kernels import is_exporting
@@ -58,8 +58,6 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _why_plain(head: Any) -> str:
     if is_dtensor(head.weight):
         return "its weight is a DTensor, and its logits are gathered in an unsupported way"
-    if hasattr(head.weight, "ds_id"):
-        return "its weight is partitioned by DeepSpeed's ZeRO-3"
     return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not match the hidden states"
 
 
