@@ -29,7 +29,7 @@ BEFORE = {
     "FSDP2, head alone, checkpointing", "FSDP2, head alone, bf16, accumulation", "HSDP, head alone, accumulation",
     "TP, tied embeddings", "TP, sequence parallel, and FSDP2", "CP, keys and values gathered",
     "FSDP2, adapters, checkpointing", "FSDP2, adapters, accumulation", "FSDP2, adapters, each layer of them alone",
-    "FSDP2, A and B alone",
+    "FSDP2, A and B alone", "FSDP1, head alone, accumulation",
 }  # fmt: skip
 PLAIN = {"TP, sequence parallel, and FSDP2", "CP, keys and values gathered"}
 AFTER = {"DDP", "FSDP2, head alone", "FSDP2, head with the norm"}
@@ -40,6 +40,8 @@ def cases():
         if GPUS or not engine.cuda:
             for size in engine.gpu_worlds if GPUS else engine.worlds[:1]:
                 for fused, known in (("", PLAIN), ("before", BEFORE), ("after", AFTER)):
+                    if fused == "after" and not engine.after:
+                        continue
                     if (GPUS or name in known) and (fused or not engine.bf16):
                         yield pytest.param(name, size, fused, id=f"{name}-{size}-{fused or 'plain'}")
 

@@ -166,7 +166,8 @@ def get_head(owner: Any) -> Any:
 
 
 def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
-    """The head itself, or the linear layers that PEFT's modules_to_save chooses from."""
+    """The head itself, also in an FSDP1 unit, or the linear layers that PEFT's modules_to_save chooses from."""
+    head = getattr(head, "_fsdp_wrapped_module", head)
     if _is_linear(head):
         yield head
     elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):
