@@ -294,9 +294,12 @@ ENGINES: dict[str, Engine] = {
     "FSDP2, A and B alone": Engine(of(fsdp, units=within_adapters), adapters=0, left="own layers have hooks"),
     "ZeRO-2, adapters": Engine(of(zero, stage=2), needs="deepspeed", cuda=True, adapters=14),
     "ZeRO-3, adapters": Engine(
-        of(zero, stage=3, **PARTITIONED), needs="deepspeed", cuda=True, adapters=0,
+        of(zero, stage=3, **PARTITIONED),
+        needs="deepspeed",
+        cuda=True,
+        adapters=0,
         left="partitioned by DeepSpeed's ZeRO-3",
-    ),  # fmt: skip
+    ),
     "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
 }
 
