@@ -51,6 +51,8 @@ def run(options: TrainOptions) -> None:
         if options.task in SYSTEM_TASKS:
             make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
         trainer, fusion = make_trainer(options)
+        if checkpoint and trainer.is_world_process_zero() and (note := note_other_processes(checkpoint, trainer.args)):
+            print(note, flush=True)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
         train(trainer, RunCallback(fusion), checkpoint)
@@ -89,6 +91,18 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
             "another --output_dir"
         )
     return None
+
+
+def note_other_processes(checkpoint: str, arguments: Any) -> str | None:
+    """What is not as in an uninterrupted run if the checkpoint was written by another number of processes."""
+    before = len(list(Path(checkpoint).glob("rng_state*.pth")))  # each process writes its own
+    if before in (0, arguments.world_size):
+        return None
+    return (
+        f"{checkpoint} was written by {before} processes, and this run has {arguments.world_size}. Weights, optimizer "
+        "and schedule go on. A step has the samples that it would have had only if processes × "
+        "--per_device_train_batch_size × --gradient_accumulation_steps is as before. Random numbers start anew"
+    )
 
 
 def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
@@ -252,6 +266,8 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
 def save(trainer: Any, output: Path) -> None:
     """Write the trained model and the tokenizer, with a manifest by which other commands detect damaged files."""
     trainer.model.config.use_cache = True
+    if trainer.is_fsdp_enabled:  # checkpoints may be shards, which from_pretrained cannot read
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(output / "trainer_state.json"))
