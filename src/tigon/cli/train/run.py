@@ -99,9 +99,10 @@ def note_other_processes(checkpoint: str, arguments: Any) -> str | None:
     if before in (0, arguments.world_size):
         return None
     return (
-        f"{checkpoint} was written by {before} processes, and this run has {arguments.world_size}. Weights, optimizer "
-        "and schedule go on. A step has the samples that it would have had only if processes × "
-        "--per_device_train_batch_size × --gradient_accumulation_steps is as before. Random numbers start anew"
+        f"{checkpoint} is of a run with another number of processes, {before}, and this run has "
+        f"{arguments.world_size}. Weights, optimizer and schedule go on. A step has the samples that it would have had "
+        "only if processes × --per_device_train_batch_size × --gradient_accumulation_steps is as before. Random "
+        "numbers start anew"
     )
 
 
