@@ -147,7 +147,24 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
         if parameter.requires_grad and stored_form(trainer.model.config):
             parameter.data = parameter.data.float()
+    if trainer.is_fsdp_enabled:
+        check_quantized_shards(trainer.model, trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
     return trainer, fuse_trainer(trainer, options)
+
+
+def check_quantized_shards(model: Any, policy: Any) -> None:
+    """Raise Problem for quantised weights that FSDP cannot gather as they are. policy: FSDP's mixed precision."""
+    compute = getattr(policy, "param_dtype", None)
+    for module in model.modules():
+        if "8bit" in type(module).__name__:
+            raise Problem("--load_in_8bit: FSDP cannot shard 8-bit weights; use --load_in_4bit")
+        stored = module.weight.dtype if hasattr(module, "quant_state") else compute
+        if compute not in (None, stored):
+            names = [str(dtype).removeprefix("torch.") for dtype in (stored, compute)]
+            raise Problem(
+                f"--load_in_4bit: FSDP's mixed precision would cast the 4-bit weights, which are stored as {names[0]}, "
+                f"to {names[1]}; pass --dtype {names[1]}, in which they are stored then"
+            )
 
 
 def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
