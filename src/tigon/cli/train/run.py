@@ -54,6 +54,8 @@ def run(options: TrainOptions) -> None:
         if options.task in SYSTEM_TASKS:
             make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
         trainer, fusion = make_trainer(options)
+        if checkpoint and trainer.is_world_process_zero() and (note := note_other_processes(checkpoint, trainer.args)):
+            print(note, flush=True)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
         if options.fuse.capture == "on" or (options.fuse.capture == "auto" and options.task in CAPTURED):
@@ -107,6 +109,19 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
     return None
 
 
+def note_other_processes(checkpoint: str, arguments: Any) -> str | None:
+    """What is not as in an uninterrupted run if the checkpoint was written by another number of processes."""
+    before = len(list(Path(checkpoint).glob("rng_state*.pth")))  # each process writes its own
+    if before in (0, arguments.world_size):
+        return None
+    return (
+        f"{checkpoint} is of a run with another number of processes, {before}, and this run has "
+        f"{arguments.world_size}. Weights, optimizer and schedule go on. A step has the samples that it would have had "
+        "only if processes × --per_device_train_batch_size × --gradient_accumulation_steps is as before. Random "
+        "numbers start anew"
+    )
+
+
 def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     """A TRL task's trainer, and the result of `fuse`, or None."""
     arguments, model_config = options.trainer, options.model
@@ -148,6 +163,8 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
         if parameter.requires_grad and stored_form(trainer.model.config):
             parameter.data = parameter.data.float()
+    if trainer.is_fsdp_enabled:
+        check_quantized_shards(trainer.model, trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
     fusion = fuse_trainer(trainer, options)
     if (
         fusion is not None
@@ -171,6 +188,21 @@ def pad_rows_to_budget(trainer: Any) -> None:
     budgets = sorted({math.ceil(most * i / 8) for i in range(1, 9)} | {full})
     pad_token = trainer.data_collator.pad_token_id
     trainer.data_collator = PackingCollator(max_tokens=budgets, pad_to_budget=True, pad_token_id=pad_token)
+
+
+def check_quantized_shards(model: Any, policy: Any) -> None:
+    """Raise Problem for quantised weights that FSDP cannot gather as they are. policy: FSDP's mixed precision."""
+    compute = getattr(policy, "param_dtype", None)
+    for module in model.modules():
+        if "8bit" in type(module).__name__:
+            raise Problem("--load_in_8bit: FSDP cannot shard 8-bit weights; use --load_in_4bit")
+        stored = module.weight.dtype if hasattr(module, "quant_state") else compute
+        if compute not in (None, stored):
+            names = [str(dtype).removeprefix("torch.") for dtype in (stored, compute)]
+            raise Problem(
+                f"--load_in_4bit: FSDP's mixed precision would cast the 4-bit weights, which are stored as {names[0]}, "
+                f"to {names[1]}; pass --dtype {names[1]}, in which they are stored then"
+            )
 
 
 def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
@@ -300,6 +332,8 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
 def save(trainer: Any, output: Path) -> None:
     """Write the trained model and the tokenizer, with a manifest by which other commands detect damaged files."""
     trainer.model.config.use_cache = True
+    if trainer.is_fsdp_enabled:  # checkpoints may be shards, which from_pretrained cannot read
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(output / "trainer_state.json"))

@@ -24,9 +24,9 @@ from tigon.fusion.engine.reasons import (
 )
 from tigon.fusion.engine.step import find_labels_position
 from tigon.fusion.logits.compiled import CompiledLogits
-from tigon.fusion.logits.fsdp_head import find_regather
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import DTYPES, Recipe
+from tigon.fusion.logits.sharded_head import find_regather
 from tigon.fusion.logits.split import is_gathered, is_gathering_forward, is_split
 from tigon.fusion.parts.sharded_rows import is_dtensor
 from tigon.kernels import is_exporting
@@ -58,8 +58,6 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _why_plain(head: Any) -> str:
     if is_dtensor(head.weight):
         return "its weight is a DTensor, and its logits are gathered in an unsupported way"
-    if hasattr(head.weight, "ds_id"):
-        return "its weight is partitioned by DeepSpeed's ZeRO-3"
     return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not match the hidden states"
 
 
@@ -168,7 +166,8 @@ def get_head(owner: Any) -> Any:
 
 
 def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
-    """The head itself, or the linear layers that PEFT's modules_to_save chooses from."""
+    """The head itself, also in an FSDP1 unit, or the linear layers that PEFT's modules_to_save chooses from."""
+    head = getattr(head, "_fsdp_wrapped_module", head)
     if _is_linear(head):
         yield head
     elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):

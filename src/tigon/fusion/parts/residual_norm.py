@@ -124,14 +124,14 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
     formula = patch.formula
     weight = None if formula.weight is None else get_child(norm, formula.weight)
     dtype = one.dtype if one.dtype == other.dtype else torch.promote_types(one.dtype, other.dtype)
-    if not patch.is_entire_call(norm) or not norm_fits(one, weight, formula, dtype):
+    if not patch.is_entire_call(norm, idle=True) or not norm_fits(one, weight, formula, dtype):
         total = one + other
         return total, norm(total)
     patch.ledger.count("norm", patch.key)
     patch.ledger.count("add_norm", layer)
     if patch.fp8 is not None and (made := norm_in_rows(norm, patch, other, one, False)):
         return made
-    options = formula.form(norm).options
+    weight, options = _keep(weight), formula.form(norm).options
     normed, total = add_rms_norm(other, one, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), total, weight)
     return total, normed
@@ -143,7 +143,7 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     if torch.compiler.is_compiling() or type(x) is not Tensor or is_functorch_active():
         return x, norm(x)
     patch: Patch | None = vars(norm).get("_tigon") if is_rms_norm(norm) else None
-    if patch is None or not patch.ledger.active or not patch.is_entire_call(norm):
+    if patch is None or not patch.ledger.active or not patch.is_entire_call(norm, idle=True):
         return x, norm(x)
     if not x.requires_grad and patch.fp8 is None:
         return x, norm(x)
@@ -158,7 +158,7 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     if not x.requires_grad:
         return x, norm(x)
     patch.ledger.count("norm", patch.key)
-    options = formula.form(norm).options
+    weight, options = _keep(weight), formula.form(norm).options
     normed, stream = forked_rms_norm(x, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), x, weight)
     return stream, normed
@@ -183,6 +183,11 @@ def run_whole(layer: Any, x: Any, name: str | None, *args: Any, **kwargs: Any) -
     patch: Patch | None = vars(layer).get("_tigon")
     whole = None if patch is None else patch.whole
     return None if whole is None else whole(layer, x, name, *args, **kwargs)
+
+
+def _keep(weight: Tensor | None) -> Tensor | None:
+    """The weight until the backward pass: a copy where ZeRO-3 may free the weight, which its hooks would gather."""
+    return weight.clone() if hasattr(weight, "ds_id") else weight
 
 
 def _is_plain_sum(one: Any, other: Any) -> bool:
