@@ -81,7 +81,7 @@ def test_a_classifier_trains_and_is_saved_with_its_labels(case, here, models, tm
     done = here("train", "--task", "classify", "--model_name_or_path", models[name], "--dataset_name", data,
                 "--output_dir", output, *FEW, *HELD_OUT).ok()  # fmt: skip
     assert list(losses(output)) == [1, 2, 3, 4]
-    assert f"its logits cost nothing: {len(names)} for each text" in done.out
+    assert f"its logits cost nothing: {len(names)} for each input" in done.out
     assert f"eval_{metric}" in done.out
     model = AutoModelForSequenceClassification.from_pretrained(output)
     assert model.config.id2label == names

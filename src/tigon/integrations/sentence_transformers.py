@@ -84,6 +84,8 @@ def _check(loss: Any) -> None:
 def _compute_loss(loss: Any, embeddings: list[Tensor]) -> Tensor:
     if len(embeddings) < 2:
         raise ValueError(f"{type(loss).__name__}: the data needs two columns, got {len(embeddings)}.")
+    # As in the library: in fp32, unless autocast narrows the products.
+    embeddings = [column.to(torch.promote_types(column.dtype, torch.float32)) for column in embeddings]
     if loss.similarity_fct is cos_sim:
         embeddings = [torch.nn.functional.normalize(column, dim=1) for column in embeddings]
     directions: Directions = loss.directions

@@ -51,7 +51,7 @@ def dtype_of_head(dtype: str) -> Reason:
 
 
 def score_head(outputs: int) -> Reason:
-    return Reason(f"its logits cost nothing: {outputs} for each text, and none over a vocabulary")
+    return Reason(f"its logits cost nothing: {outputs} for each input, and none over a vocabulary")
 
 
 # Why a fused part ran the module's own code in a step.
