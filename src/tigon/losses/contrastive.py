@@ -129,7 +129,7 @@ def _gather(column: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' rows, in rank order, with gradients."""
     from torch.distributed.nn.functional import all_gather  # slow to import
 
-    return torch.cat(all_gather(column.contiguous(), group))  # type: ignore[no-untyped-call]
+    return torch.cat(all_gather(column.contiguous(), group))
 
 
 class _Batch(NamedTuple):

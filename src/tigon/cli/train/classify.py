@@ -146,7 +146,8 @@ def load_classifier(options: TrainOptions, source: Source, labels: Labels, token
     import peft
 
     if quantization is not None:
-        model = peft.prepare_model_for_kbit_training(model, arguments.gradient_checkpointing)
+        prepare: Any = peft.prepare_model_for_kbit_training
+        model = prepare(model, arguments.gradient_checkpointing)
     adapters = trl.get_peft_config(config)
     adapters.task_type = "SEQ_CLS"  # which trains the new head as well
     return peft.get_peft_model(model, adapters)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import sentence_transformers as st
-import torch
 from accelerate import PartialState
 from sentence_transformers.cross_encoder import losses as rerank_losses
 from sentence_transformers.sentence_transformer import losses as embed_losses
@@ -39,8 +38,12 @@ def make_trainer(options: TrainOptions) -> tuple[Any, Any]:
         raise Problem("--task rerank trains the whole model: sentence-transformers would not save the head of adapters")
     if options.task == "rerank" and options.data.dataset_streaming:
         raise Problem("--dataset_streaming cannot go with --task rerank: sentence-transformers' trainer has no streams")
+    if options.fuse.tokenizer_name_or_path:
+        raise Problem(f"--tokenizer_name_or_path cannot go with --task {options.task}, which takes the model's own")
     tokenizer = find_tokenizer(options, source, ())
-    train_rows, test_rows = (None if rows is None else select_columns(rows, options) for rows in read_data(options))
+    train_rows, test_rows = read_data(options)
+    train_rows = select_columns(train_rows, options)
+    test_rows = None if test_rows is None else select_columns(test_rows, options)
     set_seed(options.trainer.seed)
     try:
         if options.task == "embed":
@@ -151,7 +154,7 @@ def set_padding(model: Any, tokenizer: Any) -> None:
         config.pad_token_id = model.tokenizer.pad_token_id
 
 
-def make_embed_loss(options: TrainOptions, model: Any) -> torch.nn.Module:
+def make_embed_loss(options: TrainOptions, model: Any) -> Any:
     """The in-batch softmax: Tigon's, or with --no_fuse the library's."""
     own: EmbedArguments = options.extra
     names: dict[str, Any] = {"scale": own.scale, "gather_across_devices": own.gather_embeddings}
@@ -164,7 +167,7 @@ def make_embed_loss(options: TrainOptions, model: Any) -> torch.nn.Module:
     return classes.MultipleNegativesRankingLoss(model, **names)
 
 
-def make_rerank_loss(options: TrainOptions, model: Any, columns: list[str]) -> torch.nn.Module:
+def make_rerank_loss(options: TrainOptions, model: Any, columns: list[str]) -> Any:
     """The loss that fits the columns. Raises Problem for a loss that takes others."""
     own: RerankArguments = options.extra
     kind = next(kind for column, kind in RERANK_LOSSES.items() if column in columns)
