@@ -184,6 +184,7 @@ def test_an_embedding_model_and_a_reranker_train(case, here, models, tmp_path):
     assert "parts fused" in done.out
     assert "1_Pooling/config.json" in json.loads((output / "manifest.json").read_text())["files"] or task == "rerank"
     if task == "embed":
+        assert ("eval_cosine_ndcg@10" in done.out) == (not variant)  # with held-out rows
         assert st.SentenceTransformer(str(output), device="cpu").encode(["red"]).shape == (1, 32)
     else:
         assert st.CrossEncoder(str(output), device="cpu").predict([("red", "cat")]).shape == (1,)

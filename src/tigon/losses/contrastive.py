@@ -75,10 +75,11 @@ def info_nce(
             loss: Tensor = _JointSoftmax.apply(rows, batch, float(scale), frozenset(directions), need)
         return loss
     target = torch.arange(first, first + len(query), device=query.device)
-    losses = [linear_cross_entropy(query, Head(torch.cat(columns[1:]), scale=scale), target)]
+    documents = torch.cat(columns[1:]) if negatives else columns[1]
+    losses = [linear_cross_entropy(query, Head(documents, scale=scale), target)]
     if directions == "symmetric":
         losses.append(linear_cross_entropy(positive, Head(columns[0], scale=scale), target))
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
 
 def info_nce_reference(

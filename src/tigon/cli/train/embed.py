@@ -9,6 +9,7 @@ import sentence_transformers as st
 from accelerate import PartialState
 from sentence_transformers.cross_encoder import losses as rerank_losses
 from sentence_transformers.sentence_transformer import losses as embed_losses
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import set_seed
 
@@ -48,13 +49,15 @@ def make_trainer(options: TrainOptions) -> tuple[Any, Any]:
     try:
         if options.task == "embed":
             model = load_embedder(options, source, tokenizer)
-            loss = make_embed_loss(options, model)
+            loss, evaluator = make_embed_loss(options, model), make_evaluator(test_rows, options)
         else:
+            evaluator = None
             model = load_reranker(options, source, tokenizer)
             loss = make_rerank_loss(options, model, train_rows.column_names)
         trainer = make_trainer_class(options)(
-            model=model, args=options.trainer, train_dataset=train_rows, eval_dataset=test_rows, loss=loss
-        )
+            model=model, args=options.trainer, train_dataset=train_rows, eval_dataset=test_rows, loss=loss,
+            evaluator=evaluator,
+        )  # fmt: skip
     except Exception as error:
         if is_out_of_memory(error) or is_disk_full(error) or isinstance(error, Problem):
             raise
@@ -165,6 +168,23 @@ def make_embed_loss(options: TrainOptions, model: Any) -> Any:
     if own.cached_batch_size:
         return classes.CachedMultipleNegativesRankingLoss(model, mini_batch_size=own.cached_batch_size, **names)
     return classes.MultipleNegativesRankingLoss(model, **names)
+
+
+def make_evaluator(rows: Any, options: TrainOptions) -> Any:
+    """Searches each held-out query's document among all held-out documents; None without such rows, or for a stream."""
+    if rows is None or options.data.dataset_streaming:
+        return None
+    query, *columns = rows.column_names
+    documents = {text: str(i) for i, text in enumerate(dict.fromkeys(t for column in columns for t in rows[column]))}
+    relevant: dict[str, set[str]] = {}
+    for text, document in zip(rows[query], rows[columns[0]], strict=True):
+        relevant.setdefault(text, set()).add(documents[document])
+    names = {text: str(i) for i, text in enumerate(relevant)}
+    return InformationRetrievalEvaluator(
+        {i: text for text, i in names.items()}, {i: text for text, i in documents.items()},
+        {names[text]: found for text, found in relevant.items()}, accuracy_at_k=[1, 10], precision_recall_at_k=[10],
+        batch_size=options.trainer.per_device_eval_batch_size, write_csv=False,
+    )  # fmt: skip
 
 
 def make_rerank_loss(options: TrainOptions, model: Any, columns: list[str]) -> Any:

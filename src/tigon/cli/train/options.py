@@ -298,7 +298,8 @@ def make_parser(name: str, *, on_cpu: bool = False) -> Any:
         parser.set_defaults(batch_sampler="no_duplicates")
     # The trainer's own options come before those that all trainers share.
     shared = {f.name for f in fields(transformers.TrainingArguments)}
-    groups = {kind.__name__: {f.name for f in fields(kind)} - shared for kind in types}
+    own = [kind for kind in types if kind is not transformers.TrainingArguments]
+    groups = {kind.__name__: {f.name for f in fields(kind)} - shared for kind in own}
     for title, members in {**groups, "TrainingArguments": shared}.items():
         group = parser.add_argument_group(title)
         for action in list(parser._optionals._group_actions):
