@@ -204,6 +204,7 @@ def test_an_embedding_model_and_a_reranker_train(case, here, models, tmp_path):
     [
         ("embed", [{"text": "a"}], (), "needs the columns anchor and positive or query and positive or"),
         ("embed", [{"anchor": "a", "positive": ""}], (), "row 1 has the positive '', which has no words"),
+        ("embed", [{"anchor": "a", "positive": "b"}], ("--per_device_train_batch_size", 1), "must be at least 2"),
         ("rerank", [{"query": "a", "document": "b", "label": 2}], (), "not a number from 0 to 1"),
         ("rerank", [{"query": "a", "document": "b", "label": 1}], (), "all 1 labels are 1"),
         ("rerank", [{"query": "a", "documents": ["b"], "labels": [1, 0]}], (), "has 1 documents and 2 labels"),

@@ -48,6 +48,9 @@ def make_trainer(options: TrainOptions) -> tuple[Any, Any]:
     tokenizer = find_tokenizer(options, source, ())
     train_rows, test_rows = read_data(options)
     labels = order_labels(find_labels(train_rows, options), source)
+    for rows in (train_rows, test_rows):
+        if rows is not None:
+            check_rows(rows, options, labels)
     set_seed(options.trainer.seed)
     try:
         model = load_classifier(options, source, labels, tokenizer)
@@ -55,10 +58,11 @@ def make_trainer(options: TrainOptions) -> tuple[Any, Any]:
         if is_out_of_memory(error) or isinstance(error, Problem):
             raise
         raise Problem(f"--model_name_or_path {source.name}: {one_line(error)}", is_own=True) from error
-    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or own.max_length
+    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or own.max_length
+    length = min(own.max_length, positions, tokenizer.model_max_length)
     with PartialState().main_process_first():
         parts = [
-            None if rows is None else encode_rows(rows, options, labels, tokenizer, min(own.max_length, limit))
+            None if rows is None else encode_rows(rows, own, labels, tokenizer, length)
             for rows in (train_rows, test_rows)
         ]
     trainer = Trainer(
@@ -86,9 +90,6 @@ def find_labels(rows: Any, options: TrainOptions) -> Labels:
         what = "lists" if is_list else "no lists"
         raise Problem(f"{where}: --problem_type {kind}: the column {column} has {what} of labels")
     if kind == REGRESSION:
-        for i, value in enumerate(values):
-            if isinstance(value, str) or not math.isfinite(value):
-                raise Problem(f"{where}: row {i + 1} has {column} {value!r}, which is not a finite number")
         return Labels(kind, [], [column])
     if known:
         classes: list[Any] = list(range(len(known)))
@@ -106,13 +107,26 @@ def find_labels(rows: Any, options: TrainOptions) -> Labels:
     return Labels(kind, classes, known or [str(int(c) if isinstance(c, float) else c) for c in classes])
 
 
-def check_labels(values: list[Any], classes: list[Any], where: str, column: str, why: str) -> None:
+def check_labels(values: Any, classes: list[Any], where: str, column: str, why: str) -> None:
     """Raise a Problem for the first row whose labels are not all among the classes."""
     wanted = set(classes)
     for i, value in enumerate(values):
         for label in value if isinstance(value, list) else [value]:
             if label not in wanted:
                 raise Problem(f"{where}: row {i + 1} has {column} {label!r}, {why}")
+
+
+def check_rows(rows: Any, options: TrainOptions, labels: Labels) -> None:
+    """Raise a Problem for a text without words, a label that no training row has, and a number that is not finite."""
+    own: ClassifyArguments = options.extra
+    where, column = f"--dataset_name {options.data.dataset_name}", own.label_column
+    check_texts(rows, own.text_columns, options)
+    if labels.problem_type != REGRESSION:
+        check_labels(rows[column], labels.values, where, column, "which no training row has")
+        return
+    for i, value in enumerate(rows[column]):
+        if isinstance(value, str) or not math.isfinite(value):
+            raise Problem(f"{where}: row {i + 1} has {column} {value!r}, which is not a finite number")
 
 
 def order_labels(labels: Labels, source: Source) -> Labels:
@@ -153,17 +167,11 @@ def load_classifier(options: TrainOptions, source: Source, labels: Labels, token
     return peft.get_peft_model(model, adapters)
 
 
-def encode_rows(rows: Any, options: TrainOptions, labels: Labels, tokenizer: Any, length: int) -> Any:
-    """Token ids and labels. Raises Problem for an empty text, and for a label that no training row has."""
-    own: ClassifyArguments = options.extra
-    where = f"--dataset_name {options.data.dataset_name}"
-    columns = [own.text_column, *([own.text_pair_column] if own.text_pair_column else [])]
-    check_texts(rows, columns, options)
-    if labels.problem_type != REGRESSION:
-        check_labels(rows[own.label_column], labels.values, where, own.label_column, "which no training row has")
+def encode_rows(rows: Any, own: ClassifyArguments, labels: Labels, tokenizer: Any, length: int) -> Any:
+    """Token ids and labels."""
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        tokens = tokenizer(*(batch[column] for column in columns), truncation=True, max_length=length)
+        tokens = tokenizer(*(batch[column] for column in own.text_columns), truncation=True, max_length=length)
         return {**tokens, "labels": [labels.encode(label) for label in batch[own.label_column]]}
 
     return rows.map(encode, batched=True, remove_columns=rows.column_names)

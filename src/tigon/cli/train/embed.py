@@ -45,6 +45,7 @@ def make_trainer(options: TrainOptions) -> tuple[Any, Any]:
     train_rows, test_rows = read_data(options)
     train_rows = select_columns(train_rows, options)
     test_rows = None if test_rows is None else select_columns(test_rows, options)
+    check_learnable(train_rows, options)
     set_seed(options.trainer.seed)
     try:
         if options.task == "embed":
@@ -87,7 +88,7 @@ def select_columns(rows: Any, options: TrainOptions) -> Any:
 
 
 def check_relevance(rows: Any, column: str, options: TrainOptions) -> None:
-    """Raise a Problem for labels that are no numbers from 0 to 1, or all the same; a list has one per document."""
+    """Raise a Problem for labels that are no numbers from 0 to 1; a list has one for each document."""
     where = f"--dataset_name {options.data.dataset_name}"
     if column == "labels":
         for i, (labels, documents) in enumerate(zip(rows["labels"], rows["documents"], strict=True)):
@@ -97,8 +98,23 @@ def check_relevance(rows: Any, column: str, options: TrainOptions) -> None:
         for i, label in enumerate(rows["label"]):
             if isinstance(label, str) or not 0 <= label <= 1:
                 raise Problem(f"{where}: row {i + 1} has the label {label!r}, which is not a number from 0 to 1")
-        if len(values := set(rows["label"])) < 2:
-            raise Problem(f"{where}: all {len(rows):,} labels are {values.pop()}, so there is nothing to learn")
+
+
+def check_learnable(rows: Any, options: TrainOptions) -> None:
+    """Raise a Problem for labels that are all the same, and for batches without a negative."""
+    if (
+        options.task == "embed"
+        and options.trainer.per_device_train_batch_size < 2
+        and len(rows.column_names or ()) == 2
+    ):
+        raise Problem(
+            "--per_device_train_batch_size must be at least 2: the other documents of a batch are the negatives"
+        )
+    if "label" in (rows.column_names or ()) and len(values := set(rows["label"])) < 2:
+        name = options.data.dataset_name
+        raise Problem(
+            f"--dataset_name {name}: all {len(rows):,} labels are {values.pop()}, so there is nothing to learn"
+        )
 
 
 def load_embedder(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
@@ -128,8 +144,8 @@ def load_reranker(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
     own: RerankArguments = options.extra
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or own.max_length
     model = st.CrossEncoder(
-        source.name, num_labels=1, max_length=min(own.max_length, limit), device=str(options.trainer.device),
-        model_kwargs=get_loading(options),
+        source.name, num_labels=1, max_length=min(own.max_length, limit, tokenizer.model_max_length),
+        device=str(options.trainer.device), model_kwargs=get_loading(options),
     )  # fmt: skip
     set_padding(model, tokenizer)
     return model

@@ -124,9 +124,12 @@ class ClassifyArguments:
     max_length: int = field(default=512, metadata={"help": "Maximum number of tokens; longer texts are cut."})
 
     @property
+    def text_columns(self) -> list[str]:
+        return [self.text_column, *([self.text_pair_column] if self.text_pair_column else [])]
+
+    @property
     def columns(self) -> tuple[tuple[str, ...], ...]:
-        pair = (self.text_pair_column,) if self.text_pair_column else ()
-        return ((self.text_column, *pair, self.label_column),)
+        return ((*self.text_columns, self.label_column),)
 
 
 @dataclass(frozen=True)
