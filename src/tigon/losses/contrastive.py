@@ -64,7 +64,7 @@ def info_nce(
     first = 0
     if group is not None and query.numel():
         first = dist.get_rank(group) * len(query)
-        columns = tuple(_gather(column, group) for column in columns)
+        columns = tuple(gather_rows(column, group) for column in columns)
     if directions != "symmetric" and len(set(directions)) > 1:
         dtype = autocast_dtype(query.device.type)
         rows = torch.cat(columns)
@@ -126,11 +126,29 @@ def _check(name: str, columns: tuple[Tensor, ...], scale: float, directions: Dir
         )
 
 
-def _gather(column: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, in rank order, with gradients."""
-    from torch.distributed.nn.functional import all_gather  # slow to import
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' rows, as many from each, in rank order. Each rank gets the sum of its rows' gradients."""
+    gathered: Tensor = _Gathered.apply(x, group)
+    return gathered
 
-    return torch.cat(all_gather(column.contiguous(), group))
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.detach().contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        # In fp32, and by all_reduce, which every backend has: a sum in bf16 would round once per rank.
+        total = g.float() if g.dtype in (torch.bfloat16, torch.float16) else g.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        rows = total.shape[0] // dist.get_world_size(ctx.group)
+        first = dist.get_rank(ctx.group) * rows
+        return total[first : first + rows].to(g.dtype), None
 
 
 class _Batch(NamedTuple):
