@@ -100,6 +100,18 @@ def test_a_classifier_trains_and_is_saved_with_its_labels(case, here, models, tm
     assert torch.equal(again.classifier.weight, model.classifier.weight)
 
 
+def test_micro_batches_are_the_same_step(here, models, tmp_path):
+    """The loss is the mean over a step's rows, in one piece or in two, which the Trainer alone would add up."""
+    data, steps = jsonl(tmp_path / "rows.jsonl", texts(CLASSIFY["names"][1])), []
+    for pieces in (1, 2):
+        output = tmp_path / str(pieces)
+        here("train", "--task", "classify", "--model_name_or_path", models["decoder"], "--dataset_name", data, *FEW,
+             "--output_dir", output, "--per_device_train_batch_size", 4 // pieces, "--gradient_accumulation_steps",
+             pieces).ok()  # fmt: skip
+        steps.append([*losses(output).values()])
+    assert steps[1] == pytest.approx(steps[0], abs=2e-3)
+
+
 def test_adapters_of_a_classifier_come_with_its_head(here, models, tmp_path):
     from safetensors.torch import load_file
 

@@ -70,6 +70,9 @@ def make_trainer(options: TrainOptions) -> tuple[Any, Any]:
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda predicted: measure(labels.problem_type, predicted.predictions, predicted.label_ids),
     )  # fmt: skip
+    # transformers' loss of a classifier is the mean of a micro-batch, whatever count of items the Trainer passes: the
+    # Trainer would take it for a share of the step, and multiply by micro-batches and processes.
+    trainer.model_accepts_loss_kwargs = False
     return trainer, fuse_trainer(trainer, options)
 
 
