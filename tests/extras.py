@@ -4,6 +4,7 @@
 EXTRAS = frozenset({
     "accelerate", "bitsandbytes", "cut_cross_entropy", "datasets", "deepspeed", "httptools", "httpx",
     "hypothesis", "jinja2", "lightgbm", "liger_kernel", "lightning", "matplotlib", "mkdocs", "numpy", "optuna",
-    "pandas", "peft", "polars", "prometheus_client", "pyarrow", "pydantic", "rich", "safetensors", "scipy", "sklearn",
-    "starlette", "tensorboard", "tokenizers", "transformers", "trl", "typer", "uvicorn", "uvloop", "yaml",
+    "pandas", "peft", "polars", "prometheus_client", "pyarrow", "pydantic", "rich", "safetensors", "scipy",
+    "sentence_transformers", "sklearn", "starlette", "tensorboard", "tokenizers", "transformers", "trl", "typer",
+    "uvicorn", "uvloop", "yaml",
 })

@@ -109,7 +109,7 @@ def folder(tmp_path_factory, text):
 
 
 def test_every_extra_is_tried():
-    left = {"hf", "quantize", "deepspeed", "docs"}  # which have no command of their own
+    left = {"hf", "quantize", "embed", "deepspeed", "docs"}  # which have no command of their own
     assert {*CASES} == {*PROJECT["optional-dependencies"]} - left
 
 

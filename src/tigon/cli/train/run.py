@@ -21,20 +21,24 @@ from tigon.cli.problem import Problem, check_writable, is_disk_full, is_out_of_m
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
-from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
+from tigon.cli.train.options import HEADLESS, SHARING, TASKS, RewardArguments, TrainOptions, trl
 from tigon.integrations.capture import CapturedSteps
 from tigon.manifest import check_manifest, write_manifest
 
-# The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
+# The files by which from_pretrained recognises a model, adapters, a tokenizer, a ranker and an embedding model.
 PRETRAINED = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
+    "modules.json", "config_sentence_transformers.json", "[0-9]_*/*",
 )  # fmt: skip
 
 # Tasks whose steps --capture auto captures: their losses read nothing on the host.
 CAPTURED = ("sft", "reward")
-# Tasks that a system brings: the module of each holds a function `make_trainer`.
-SYSTEM_TASKS = {"rank": "tigon.rank.cli.train_task"}
+# Tasks whose trainer is not TRL's: the module of each holds a function `make_trainer`.
+OWN_TRAINERS = {
+    "rank": "tigon.rank.cli.train_task", "classify": "tigon.cli.train.classify", "embed": "tigon.cli.train.embed",
+    "rerank": "tigon.cli.train.embed",
+}  # fmt: skip
 
 
 def run(options: TrainOptions) -> None:
@@ -51,8 +55,8 @@ def run(options: TrainOptions) -> None:
         if options.trainer.world_size == 1:
             options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
         make_trainer: Any = make_trl_trainer
-        if options.task in SYSTEM_TASKS:
-            make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
+        if options.task in OWN_TRAINERS:
+            make_trainer = importlib.import_module(OWN_TRAINERS[options.task]).make_trainer
         trainer, fusion = make_trainer(options)
         if checkpoint and trainer.is_world_process_zero() and (note := note_other_processes(checkpoint, trainer.args)):
             print(note, flush=True)
@@ -212,10 +216,14 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
     """
     if not options.fuse.fuse:
         return None
+    level: Any = options.fuse.recompute  # the parser has validated the value
+    if options.task in HEADLESS:  # no logits over a vocabulary: only the layers are fused
+        from tigon.fusion.engine.model import fuse as fuse_model
+
+        return fuse_model(trainer.model, recompute=level, offload=options.fuse.offload, fp8=options.fuse.fp8)
     from tigon.integrations.trl import fuse
 
     share: Any = {"true": True, "false": False}.get(options.fuse.shared_prefix, "auto")
-    level: Any = options.fuse.recompute  # the parser has validated the value
     if options.task not in SHARING:
         share = False
     pack: Any = {"true": True, "false": False}.get(options.packing, "auto")
@@ -240,7 +248,7 @@ def find_source(options: TrainOptions) -> Source:
         needs("--load_in_4bit", "quantize", "bitsandbytes")
         if not model.use_peft:
             raise Problem("--load_in_4bit and --load_in_8bit require --use_peft: quantised weights are not trained")
-    source = find_model(name)
+    source = find_model(name, any_model=options.task in HEADLESS)
     if source.kind == "path" and Path(source.name).is_dir():
         check_manifest(Path(source.name))
     if stored_form(source.config) and not model.use_peft:
@@ -273,7 +281,8 @@ def find_tokenizer(options: TrainOptions, source: Source, texts: Any) -> Any:
         raise Problem(
             "the tokenizer has neither an end-of-text nor a padding token; choose another with --tokenizer_name_or_path"
         )
-    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    if options.task not in HEADLESS:
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     return tokenizer
 
 
@@ -331,7 +340,8 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
 
 def save(trainer: Any, output: Path) -> None:
     """Write the trained model and the tokenizer, with a manifest by which other commands detect damaged files."""
-    trainer.model.config.use_cache = True
+    if hasattr(config := getattr(trainer.model, "config", None), "use_cache"):
+        config.use_cache = True  # type: ignore[union-attr]
     if trainer.is_fsdp_enabled:  # checkpoints may be shards, which from_pretrained cannot read
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(output))
@@ -344,5 +354,5 @@ def save(trainer: Any, output: Path) -> None:
 
 
 def seal_model(output: Path) -> None:
-    names = sorted({file.name for pattern in PRETRAINED for file in output.glob(pattern)})
+    names = sorted({file.relative_to(output).as_posix() for pattern in PRETRAINED for file in output.glob(pattern)})
     write_manifest(output, names, largest=CRC_LIMIT)

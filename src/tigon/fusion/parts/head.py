@@ -21,6 +21,7 @@ from tigon.fusion.engine.reasons import (
     REPLACED,
     Reason,
     dtype_of_head,
+    score_head,
 )
 from tigon.fusion.engine.step import find_labels_position
 from tigon.fusion.logits.compiled import CompiledLogits
@@ -87,8 +88,9 @@ class Head(Part):
             if self._fuse_head(site, owner, head):
                 owners.append(owner)
         if not seen:
-            for layer in _classifiers_of_words(site):
-                site.record_skipped(self, layer, NO_HEAD)
+            scores = _score_heads(site)
+            for layer in scores or _classifiers_of_words(site):
+                site.record_skipped(self, layer, score_head(layer.out_features) if scores else NO_HEAD)
         site.entrances += owners
         site.entrances += [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
@@ -146,7 +148,19 @@ class _Heads:
         return copied
 
 
-def _classifiers_of_words(site: Site) -> list[nn.Module]:
+def _score_heads(site: Site) -> list[nn.Linear]:
+    """The heads of classifiers, reward models and rerankers: outside the base model, with an output for each label."""
+    found: list[nn.Linear] = []
+    for owner in site.modules():
+        labels, base = getattr(getattr(owner, "config", None), "num_labels", None), getattr(owner, "base_model", None)
+        if isinstance(labels, int) and isinstance(base, nn.Module) and base is not owner:
+            inside = {id(module) for module in base.modules()}
+            heads = [m for m in owner.modules() if _is_linear(m) and m.out_features == labels and id(m) not in inside]
+            found += [head for head in heads if not any(head is other for other in found)]
+    return found
+
+
+def _classifiers_of_words(site: Site) -> list[nn.Linear]:
     """The linear layers with an output for each row in the model's largest embedding, the vocabulary.
 
     Sequence and image classifiers have other outputs, and gain no memory from a loss without logits.

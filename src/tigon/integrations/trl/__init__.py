@@ -32,6 +32,7 @@ from torch import nn
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.model import fuse as fuse_model
 from tigon.fusion.engine.report import Report, Row
+from tigon.fusion.parts.head import get_head
 from tigon.integrations.packing.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection, why_whole_logits
@@ -169,7 +170,9 @@ class TrainerFusion:
                 replace_projection(trainer, swaps, role, model, keep_bytes)
         if not swaps.rows:
             reason = "the model's own loss, without logits when labels are given"
-            if any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+            if not any(get_head(module) is not None for model in models.values() for module in model.modules()):
+                reason = "the trainer's own: the model has no language-model head, whose logits Tigon would avoid"
+            elif any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
                 reason = "Tigon's loss could not be inserted: the loss reads whole logits, or is your own"
             swaps.record_kept("policy", reason)
 
