@@ -187,7 +187,7 @@ def run_whole(layer: Any, x: Any, name: str | None, *args: Any, **kwargs: Any) -
 
 def _keep(weight: Tensor | None) -> Tensor | None:
     """The weight until the backward pass: a copy where ZeRO-3 may free the weight, which its hooks would gather."""
-    return weight.clone() if hasattr(weight, "ds_id") else weight
+    return weight.clone() if weight is not None and hasattr(weight, "ds_id") else weight
 
 
 def _is_plain_sum(one: Any, other: Any) -> bool:
