@@ -124,6 +124,50 @@ def test_each_weight_is_rounded_once(run, merged, tied):
     assert all(torch.equal(found[name], exact[name].bfloat16()) for name in found)
 
 
+def test_a_base_in_4_bits_is_dequantised(here, text, ids, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    plain = write_model(tmp_path / "plain", text, hidden_size=64, intermediate_size=128)  # bitsandbytes' least sizes
+    base = AutoModelForCausalLM.from_pretrained(plain, quantization_config=four_bit, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(plain).save_pretrained(tmp_path / "base")
+    adapted = add_adapters(tmp_path / "base", tmp_path / "run", target_modules=["q_proj", "up_proj"])
+    said = here("export", tmp_path / "run", "-o", tmp_path / "out").ok().out
+    assert "dequantised from nf4, in float32" in said
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not hasattr(found.config, "quantization_config")
+    exact = compute_logits(adapted, ids.to(adapted.device)).cpu()
+    # bitsandbytes' own products on a CPU round more than fp32 does.
+    assert (compute_logits(found, ids) - exact).norm() < 5e-3 * exact.norm()
+    here("verify", tmp_path / "out", "--against", tmp_path / "run", "--device", "cpu").ok()
+
+
+def test_a_base_in_fp8_is_dequantised(here, text, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = write_model(tmp_path / "base", text, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    stored, exact = {}, {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        stored[name] = exact[name] = value.bfloat16()
+        if name.endswith("proj.weight"):
+            blocks = value.unflatten(0, (-1, min(128, value.shape[0]))).unflatten(-1, (-1, 128))
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            rounded = (blocks / scale).to(torch.float8_e4m3fn)
+            stored |= {name: rounded.view(value.shape), f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
+            exact[name] = (rounded.float() * scale).view(value.shape).bfloat16()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "dequantised from fp8, in bfloat16" in here("export", folder, "-o", tmp_path / "out").ok().out
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == exact.keys()
+    assert all(torch.equal(found[name], exact[name]) for name in found)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 def test_verify_against_finds_what_is_not_merged(run, merged, tied, here, text, tmp_path):
     options = "--against", run, "--device", "cpu"
     found = json.loads(here("verify", merged, *options, "--json").ok().out)

@@ -190,7 +190,7 @@ def test_llama_cpp_computes_the_same(name, tokenizers, tmp_path):
     assert len(rows) >= len(tokenizer)
     assert expected.std() > 0.1
     # ggml rounds GELU to fp16.
-    tolerance = 1e-3 if "gemma" in name else 1e-5
+    tolerance = 5e-3 if "gemma" in name else 1e-5
     torch.testing.assert_close(values, expected[[row["id"] for row in rows]], atol=tolerance, rtol=0)
 
 

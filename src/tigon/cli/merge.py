@@ -15,6 +15,9 @@ from tigon.cli.problem import Problem, is_disk_full, is_out_of_memory, one_line
 from tigon.manifest import MANIFEST, check_manifest
 from tigon.presets import auto_class
 
+# Forms that transformers dequantises while loading, and does not afterwards.
+WIDENED_AT_LOADING = ("fp8", "mxfp4")
+
 
 def find_trained(command: str, model: str, adapters: str | None) -> tuple[Source, Adapters | None]:
     """Find a trained model, or a base model and adapters.
@@ -73,17 +76,24 @@ def load_trained(command: str, source: Source, adapters: Adapters | None) -> tup
 
     Raises: Problem for weights that cannot be read or dequantised, and for adapters of another model.
     """
-    model: Any = load_model(source, "auto")
     form = stored_form(source.config)
+    if form in WIDENED_AT_LOADING:
+        stored = source.config.quantization_config
+        fields = stored if isinstance(stored, dict) else stored.to_dict()
+        source.config.quantization_config = {**fields, "dequantize": True}
+    model: Any = load_model(source, "auto", config=source.config)
     if form is not None:
         try:
-            model = model.dequantize()
+            if getattr(model, "hf_quantizer", None) is not None:
+                model = model.dequantize()
         except Exception as error:
             _pass_on(error)
             raise Problem(
                 f"{command}: the model {source.name} is stored as {form}, which transformers cannot dequantise "
                 f"({one_line(error)})"
             ) from error
+        vars(model).pop("_weight_conversions", None)  # from the file's form; saving would apply their reverse
+        vars(model.config).pop("quantization_config", None)
     model.eval().requires_grad_(False)
     return (model if adapters is None else _add_saved(command, model, adapters)), form
 
