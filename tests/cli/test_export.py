@@ -115,6 +115,17 @@ def test_a_folder_is_whole(run, merged, tied, here, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (tied / "model.safetensors").read_bytes()
 
 
+def test_whole_modules_get_the_dtype_of_the_base(tied, here, tmp_path):
+    """PEFT trains them in fp32, also beside weights in bf16."""
+    from safetensors.torch import load_file
+
+    add_adapters(tied, tmp_path / "run", modules_to_save=["lm_head", "norm"])
+    here("export", tmp_path / "run", "-o", tmp_path / "out").ok()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert {"lm_head.weight", "model.norm.weight"} <= found.keys()
+
+
 def test_each_weight_is_rounded_once(run, merged, tied):
     from transformers import AutoModelForCausalLM
 
@@ -225,6 +236,9 @@ def test_wrong_inputs_are_refused(run, tied, here, tmp_path, text):
     adapted.save_pretrained(broken)
     here("export", broken, *out).problem("cannot be merged", "NaNs detected")
 
+    ranker = copy_run(run, tmp_path / "ranker")
+    (ranker / "ranker.json").write_text("{}")
+    here("export", ranker, *out).problem("is a ranker; tigon rank export")
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("mine")

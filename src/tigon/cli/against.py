@@ -50,7 +50,8 @@ def verify_against(options: Any, device: Any, console: Any) -> None:
     found = _compute_logits(merged, ids, device)
     del merged
     with console.status(f"reading {options.against}"):
-        model, form = load_trained("verify", source, adapters)
+        trained = load_trained("verify", source, adapters)
+    model = trained.model
     rows = model.get_input_embeddings().weight.shape[0]
     if rows != vocab:
         raise Problem(
@@ -62,7 +63,7 @@ def verify_against(options: Any, device: Any, console: Any) -> None:
         unmerged = _compute_logits(model.to(dtype), ids, device)
     row = compare_logits(found, unmerged, exact, FLOOR[name] * torch.finfo(dtype).eps)
     if options.json:
-        about = {"model": options.model, "against": options.against, "dtype": name, "stored": form}
+        about = {"model": options.model, "against": options.against, "dtype": name, "stored": trained.form}
         print(json.dumps({**about, **row}, indent=2))
     else:
         print(_explain(row, name, ids.numel()))

@@ -69,9 +69,9 @@ def export(options: ExportOptions) -> None:
         read_vocabulary(tokenizer, max(len(tokenizer), source.config.vocab_size), options.pre)
     dtype = None if options.dtype in (None, "q8_0") else getattr(torch, options.dtype)
     with console.status(f"reading {source.name}"):
-        model, form = load_trained("export", source, adapters)
+        trained = load_trained("export", source, adapters)
     with console.status("merging the adapters"):
-        model = merge_adapters("export", model, dtype)
+        model = merge_adapters("export", trained, dtype)
     _add_end_of_text(model, tokenizer)
     own = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def export(options: ExportOptions) -> None:
             _flush(staged)
         else:
             _save_folder(model, tokenizer, staged, [source.name, place])
-    print(_describe(options, source, adapters, form, options.dtype or own, output))
+    print(_describe(options, source, adapters, trained.form, options.dtype or own, output))
 
 
 def _is_export(folder: Path) -> bool:

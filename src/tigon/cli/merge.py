@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ from tigon.presets import auto_class
 
 # Forms that transformers dequantises while loading, and does not afterwards.
 WIDENED_AT_LOADING = ("fp8", "mxfp4")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model, with adapters beside the weights if there are any.
+
+    form: the form in which the weights were quantised, or None. dtypes: the weights' dtypes, by name.
+    """
+
+    model: Any
+    form: str | None
+    dtypes: dict[str, Any]
 
 
 def find_trained(command: str, model: str, adapters: str | None) -> tuple[Source, Adapters | None]:
@@ -46,6 +59,8 @@ def find_trained(command: str, model: str, adapters: str | None) -> tuple[Source
 def _check_folder(command: str, folder: Path) -> None:
     if not folder.is_dir():
         return
+    if (folder / "ranker.json").exists():
+        raise Problem(f"{command}: {folder} is a ranker; tigon rank export exports rankers")
     if is_locked(folder):
         raise Problem(
             f"{command}: {folder} is a run that is still training; wait for its end, or pass one of its checkpoints"
@@ -69,10 +84,8 @@ def _check_head(command: str, config: Any) -> None:
         raise Problem(f"{command}: the model is a {named}, and only {built} is a causal language model")
 
 
-def load_trained(command: str, source: Source, adapters: Adapters | None) -> tuple[Any, str | None]:
-    """Load a model, with the adapters beside the weights, and the form in which the weights were quantised, or None.
-
-    A quantised base is dequantised.
+def load_trained(command: str, source: Source, adapters: Adapters | None) -> Trained:
+    """Load a model, with the adapters beside the weights. A quantised base is dequantised.
 
     Raises: Problem for weights that cannot be read or dequantised, and for adapters of another model.
     """
@@ -95,7 +108,8 @@ def load_trained(command: str, source: Source, adapters: Adapters | None) -> tup
         vars(model).pop("_weight_conversions", None)  # from the file's form; saving would apply their reverse
         vars(model.config).pop("quantization_config", None)
     model.eval().requires_grad_(False)
-    return (model if adapters is None else _add_saved(command, model, adapters)), form
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    return Trained(model if adapters is None else _add_saved(command, model, adapters), form, dtypes)
 
 
 def _add_saved(command: str, model: Any, adapters: Adapters) -> Any:
@@ -153,7 +167,9 @@ def _untie_head(model: Any) -> None:
 def _add_embeddings(model: Any, config: Any, stored: dict[str, Any]) -> None:
     """Grow embedding and head to the size that the adapters were trained with, where they have new tokens."""
     rows = model.get_input_embeddings().weight.shape[0]
-    tables = [t.shape[0] for name, t in stored.items() if re.search(r"(embed_tokens|lm_head)\.(\w+\.)?weight$", name)]
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    places = "|".join(re.escape(name) for name, module in model.named_modules() if module in ends)
+    tables = [t.shape[0] for name, t in stored.items() if re.search(rf"\.({places})\.(\w+\.)?weight$", name)]
     tokens = getattr(config, "trainable_token_indices", None) or []
     lists = tokens.values() if isinstance(tokens, dict) else [tokens]
     needed = max([*tables, *(max(one) + 1 for one in lists if one)], default=rows)
@@ -161,17 +177,18 @@ def _add_embeddings(model: Any, config: Any, stored: dict[str, Any]) -> None:
         model.resize_token_embeddings(needed, mean_resizing=False)
 
 
-def merge_adapters(command: str, model: Any, dtype: Any = None) -> Any:
+def merge_adapters(command: str, trained: Trained, dtype: Any = None) -> Any:
     """Merge adapters into the weights: computed in fp32, and rounded once.
 
     Args:
         command: the command, for the messages.
-        model: a result of `load_trained`, which is used up.
+        trained: the model, which is used up.
         dtype: the torch.dtype of the result; None: each weight's own.
     Raises: Problem for adapters that PEFT cannot merge, and for sums that are not finite.
     """
     import torch
 
+    model = trained.model
     if hasattr(model, "merge_and_unload"):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -193,6 +210,8 @@ def merge_adapters(command: str, model: Any, dtype: Any = None) -> Any:
             raise Problem(f"{command}: the adapters cannot be merged ({one_line(error)})") from error
         if is_tied:
             _tie_head(model)
+        for name, parameter in model.named_parameters():  # PEFT trains whole modules in fp32
+            parameter.data = parameter.data.to(dtype or trained.dtypes.get(name, parameter.dtype))
     return model if dtype is None else model.to(dtype)
 
 
