@@ -182,12 +182,16 @@ def test_a_base_in_fp8_is_dequantised(here, text, tmp_path):
 def test_verify_against_finds_what_is_not_merged(run, merged, tied, here, text, tmp_path):
     options = "--against", run, "--device", "cpu"
     found = json.loads(here("verify", merged, *options, "--json").ok().out)
+    assert found["error_base"] > found["bound"]
     assert 1e-4 < found["error_merged"] <= found["bound"] == 2 * found["error_unmerged"] < 0.5
     said = here("verify", merged, *options, "--data", text).ok().out
     assert "as near as rounding allows: over 128 tokens its logits in bfloat16" in said
     wrong = here("verify", tied, *options)
     wrong.problem("is not", "merged: its logits differ by", code=1)
     assert "further than rounding explains" in wrong.out
+    weak = tmp_path / "weak"
+    add_adapters(tied, weak, init_lora_weights=True)  # B is zero
+    assert "cannot tell a merged model from its base" in here("verify", tied, "--against", weak, *options[2:]).ok().out
     here("verify", run, *options).problem("holds adapters; --against compares a merged model")
     here("verify", merged, *options, "--layers", 1).problem("takes no --layers")
 

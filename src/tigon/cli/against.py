@@ -60,8 +60,13 @@ def verify_against(options: Any, device: Any, console: Any) -> None:
     with console.status("computing the logits of base and adapters"):
         wide = torch.float64 if dtype == torch.float32 else torch.float32  # fp32 is exact beside bf16
         exact = _compute_logits(model.to(wide), ids, device)
+        base = None
+        if adapters is not None:
+            with model.disable_adapter():
+                base = _compute_logits(model, ids, device)
         unmerged = _compute_logits(model.to(dtype), ids, device)
     row = compare_logits(found, unmerged, exact, FLOOR[name] * torch.finfo(dtype).eps)
+    row["error_base"] = None if base is None else _measure(base, exact)
     if options.json:
         about = {"model": options.model, "against": options.against, "dtype": name, "stored": trained.form}
         print(json.dumps({**about, **row}, indent=2))
@@ -92,9 +97,7 @@ def compare_logits(merged: Tensor, unmerged: Tensor, exact: Tensor, floor: float
         merged, unmerged, exact: (B, T, V), any float dtype.
         floor: a distance that is always allowed.
     """
-    wide = exact.double()
-    size = float(wide.norm()) or 1.0
-    error_merged, error_unmerged = (float((one.double() - wide).norm()) / size for one in (merged, unmerged))
+    error_merged, error_unmerged = _measure(merged, exact), _measure(unmerged, exact)
     bound = max(FACTOR * error_unmerged, floor)
     return {
         "error_merged": error_merged, "error_unmerged": error_unmerged, "bound": bound,
@@ -104,6 +107,11 @@ def compare_logits(merged: Tensor, unmerged: Tensor, exact: Tensor, floor: float
     }  # fmt: skip
 
 
+def _measure(logits: Tensor, exact: Tensor) -> float:
+    wide = exact.double()
+    return float((logits.double() - wide).norm()) / (float(wide.norm()) or 1.0)
+
+
 def _explain(row: dict[str, Any], dtype: str, count: int) -> str:
     verdict = "as near as rounding allows" if row["equal"] else "further than rounding explains"
     return (
@@ -111,4 +119,13 @@ def _explain(row: dict[str, Any], dtype: str, count: int) -> str:
         "away from base and adapters in a wider dtype, relative to their size. Base and adapters in "
         f"{dtype} are {row['error_unmerged']:.1e} away, and twice that, {row['bound']:.1e}, is allowed. The likeliest "
         f"next token is the same for {row['same_token']:.1%} of the tokens ({row['same_token_unmerged']:.1%} unmerged)."
+        f"{_explain_base(row)}"
     )
+
+
+def _explain_base(row: dict[str, Any]) -> str:
+    error = row["error_base"]
+    if error is None:
+        return ""
+    so = "" if error > row["bound"] else ": so little that this comparison cannot tell a merged model from its base"
+    return f" Without the adapters the logits would be {error:.1e} away{so}."

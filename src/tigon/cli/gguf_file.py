@@ -317,6 +317,7 @@ def read_vocabulary(tokenizer: Any, rows: int, pre: str | None = None) -> Vocabu
         types[model["vocab"][model["unk_token"]]] = 2
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    template = tokenizer.chat_template  # a dict where there are several
     ids = tokenizer("a").input_ids
     text = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False).input_ids)
     return Vocabulary(
@@ -330,7 +331,7 @@ def read_vocabulary(tokenizer: Any, rows: int, pre: str | None = None) -> Vocabu
         adds_bos=tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id,
         adds_eos=tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id,
         adds_space=text[0].startswith(SPACE),
-        template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        template=template.get("default") if isinstance(template, dict) else template,
     )
 
 
