@@ -240,6 +240,10 @@ def test_wrong_inputs_are_refused(run, tied, here, tmp_path, text):
     adapted.save_pretrained(broken)
     here("export", broken, *out).problem("cannot be merged", "NaNs detected")
 
+    reward = shutil.copytree(tied, tmp_path / "reward")
+    config = json.loads((reward / "config.json").read_text())
+    (reward / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForSequenceClassification"]}))
+    here("export", reward, *out).problem("is a LlamaForSequenceClassification, and only LlamaForCausalLM is")
     ranker = copy_run(run, tmp_path / "ranker")
     (ranker / "ranker.json").write_text("{}")
     here("export", ranker, *out).problem("is a ranker; tigon rank export")
@@ -300,3 +304,20 @@ def test_an_export_that_ends_early_leaves_nothing(error, run, merged, here, tmp_
         assert result.code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     assert {path.name for path in tmp_path.iterdir()} == {"kept"}
     assert (kept / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_a_full_disk_leaves_no_file(to, here, run, tmp_path):
+    resource = pytest.importorskip("resource")
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    said = tmp_path / "said.txt"
+    child = os.fork()
+    if child == 0:  # the limit stays with the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        full = here("export", run, "--to", to, "-o", tmp_path / "out" / "m.gguf")
+        said.write_text(full.err)
+        os._exit(full.code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2, said.read_text()
+    assert "the disk is full or failing" in said.read_text()
+    assert not list((tmp_path / "out").iterdir())
