@@ -71,7 +71,7 @@ def verify_against(options: Any, device: Any, console: Any) -> None:
         about = {"model": options.model, "against": options.against, "dtype": name, "stored": trained.form}
         print(json.dumps({**about, **row}, indent=2))
     else:
-        print(_explain(row, name, ids.numel()))
+        print(_explain(row, name, ids.numel(), "base and adapters" if adapters else "the original"))
     if not row["equal"]:
         raise Problem(
             f"{options.model} is not {options.against} merged: its logits differ by {row['error_merged']:.1e}, and "
@@ -112,11 +112,11 @@ def _measure(logits: Tensor, exact: Tensor) -> float:
     return float((logits.double() - wide).norm()) / (float(wide.norm()) or 1.0)
 
 
-def _explain(row: dict[str, Any], dtype: str, count: int) -> str:
+def _explain(row: dict[str, Any], dtype: str, count: int, original: str) -> str:
     verdict = "as near as rounding allows" if row["equal"] else "further than rounding explains"
     return (
         f"The merged model is {verdict}: over {count:,} tokens its logits in {dtype} are {row['error_merged']:.1e} "
-        "away from base and adapters in a wider dtype, relative to their size. Base and adapters in "
+        f"away from {original} in a wider dtype, relative to their size. Those of {original} in "
         f"{dtype} are {row['error_unmerged']:.1e} away, and twice that, {row['bound']:.1e}, is allowed. The likeliest "
         f"next token is the same for {row['same_token']:.1%} of the tokens ({row['same_token_unmerged']:.1%} unmerged)."
         f"{_explain_base(row)}"
