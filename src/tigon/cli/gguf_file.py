@@ -7,6 +7,7 @@ A family or a tokenizer that is not in the tables is refused: llama.cpp would re
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -164,7 +165,11 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str, *, pre: str |
         writer.write_ti_data_to_file()
         for _, tensor, convert in tensors:
             values = convert(tensor.detach().float().cpu()).contiguous().numpy()
-            writer.write_tensor_data(gguf.quantize(values, _choose_type(tensor, kind)))
+            stored = gguf.quantize(values, _choose_type(tensor, kind))
+            try:
+                writer.write_tensor_data(stored)
+            except OSError as error:  # NumPy counts the bytes that it could not write, and gives no number
+                raise OSError(error.errno or errno.ENOSPC, str(error)) from error
     finally:
         writer.close()
 

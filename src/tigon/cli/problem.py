@@ -178,7 +178,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 # torch's and safetensors' messages for a file that cannot grow; these errors are not OSErrors.
 _NO_ROOM = (
     "No space left", "File too large", "quota exceeded", "PytorchStreamWriter failed", "unexpected pos",
-    "basic_ios::clear", "iostream error", "requested and",
+    "basic_ios::clear", "iostream error",
 )  # fmt: skip
 
 
