@@ -82,6 +82,16 @@ def check_lora(page: Namespace, output: str):
         assert re.search(r"adapters fused +12 × Linear4bit +ran \d+ +LoRA: q_proj, k_proj, v_proj in one", output)
 
 
+@check("how-to/chats-to-adapter.md")
+def check_chats(page: Namespace, output: str):
+    assert len(page.held_out) == 2
+    assert page.held_out[-1] < page.held_out[0]
+    assert page.answer.shape[1] > page.prompt["input_ids"].shape[1]
+    assert "merged: LoRA of rank 16 merged into path/to/model, in float32" in output
+    assert "The merged model is as near as rounding allows" in output
+    assert Path("merged/manifest.json").is_file()
+
+
 @check("how-to/from-unsloth.md")
 def check_unsloth(page: Namespace, output: str):
     if hasattr(page, "four_bit"):

@@ -75,8 +75,8 @@ def _from_path(path: Path) -> Source:
     file = path / "config.json" if path.is_dir() else path
     if is_adapters_folder(path):
         raise Problem(
-            f"model {path}: the directory holds adapters, not a model; merge the adapters and save the result: "
-            f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
+            f"model {path}: the directory holds adapters, not a model; merge the adapters and use the result: tigon "
+            f"export {path} --output merged"
         )
     if not file.is_file():
         if any(path.glob("checkpoint-*")):
