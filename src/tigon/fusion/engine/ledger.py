@@ -163,6 +163,16 @@ class Ledger:
         else:
             counted[1] += 1
 
+    @contextlib.contextmanager
+    def leave_uncounted(self) -> Iterator[None]:
+        """Calls of the model inside are no steps, and none of them counts."""
+        steps, calls = self.steps, self.calls.copy()
+        try:
+            yield
+        finally:
+            self.steps, self._counts = steps, calls
+            self._together.clear()
+
     def count_fallback(self, kind: str, key: Any, why: str) -> None:
         """Count a replaced forward that ran the module's own code. key: as in `count`; None for a whole kind.
 

@@ -182,13 +182,11 @@ def drop_padding(
     reason = why_dense(fusion.report(), model) if packing == "auto" else ""
     if reason:
         return reason
-    steps, calls = fusion._ledger.steps, fusion._ledger.calls.copy()
     try:
-        return PaddingFree(model, packing, tokens, padded, context)
+        with fusion._ledger.leave_uncounted():  # the probe's calls
+            return PaddingFree(model, packing, tokens, padded, context)
     except ValueError as error:
         return str(error)
-    finally:  # the probe's calls are no steps
-        fusion._ledger.steps, fusion._ledger.calls = steps, calls
 
 
 def find_backbone(model: nn.Module) -> nn.Module | None:
