@@ -33,7 +33,7 @@ class DocumentsPart(Part):
         from tigon.fusion.documents.recognize import list_attention
 
         decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
-        for decoder in decoders:
+        for decoder in reversed(decoders):  # a decoder before the models around it
             if getattr(getattr(decoder, "config", None), "is_encoder_decoder", False):
                 continue
             rewritten = site.get_rewritten(type(decoder).forward, self.kind, make_globals)
@@ -53,7 +53,9 @@ class DocumentsPart(Part):
                 site.record_skipped(self, decoder, NO_REGISTRY)
             all_read = bool(layers) and len(keys) == len(layers)
             names = tuple(dict.fromkeys(keys))
-            site.packed[decoder] = PackedForward(rewritten, names, all_read, find_leaks, bool(inside))
+            site.packed[decoder] = PackedForward(
+                rewritten, names, all_read, find_leaks, any(m in site.packed for m in inside)
+            )
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
