@@ -168,3 +168,19 @@ def test_a_resume_says_what_another_number_of_processes_changes(tmp_path):
     assert note_other_processes(str(tmp_path), SimpleNamespace(world_size=2)) is None
     note = note_other_processes(str(tmp_path), SimpleNamespace(world_size=1))
     assert "another number of processes, 2, and this run has 1" in note
+
+
+def test_weights_that_mixed_precision_would_cast_are_refused():
+    from tigon.cli.problem import Problem
+    from tigon.cli.train.run import check_quantized_shards
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].quant_state = object()
+    policy = SimpleNamespace(param_dtype=torch.bfloat16)
+    with pytest.raises(Problem, match="--dtype bfloat16"):
+        check_quantized_shards(model, policy)
+    check_quantized_shards(model.bfloat16(), policy)
+    check_quantized_shards(model, None)
+    model[0] = type("Linear8bitLt", (torch.nn.Linear,), {})(2, 2)
+    with pytest.raises(Problem, match="8-bit"):
+        check_quantized_shards(model, None)
