@@ -202,6 +202,26 @@ def test_packed_batches_have_the_losses_of_padded_ones(tigon, checkpoint, tmp_pa
     assert len(losses(tmp_path / "rows")) == 4
 
 
+@pytest.mark.parametrize(
+    ("change", "filled"),
+    [({}, True), ({"capture": "off"}, False), ({"padding_free": False}, False), ({"world_size": 2}, False),
+     ({"device": "cpu"}, False), ({"max_length": 10**9}, False), ({"max_length": 10**9, "capture": "on"}, True)],
+    ids=str,
+)  # fmt: skip
+def test_batches_fill_budgets_where_steps_can_be_captured(change, filled):
+    from tigon.cli.train.run import is_filled_for_capture
+
+    given = {"capture": "auto", "padding_free": True, "world_size": 1, "device": "cuda", "max_length": 64, **change}
+    arguments = SimpleNamespace(
+        device=torch.device(given["device"]), world_size=given["world_size"], max_length=given["max_length"],
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    collator, model = SimpleNamespace(padding_free=given["padding_free"]), torch.nn.Linear(64, 64)
+    trainer = SimpleNamespace(args=arguments, data_collator=collator, model=model)
+    options = SimpleNamespace(fuse=SimpleNamespace(capture=given["capture"]))
+    assert is_filled_for_capture(trainer, options) == filled
+
+
 @pytest.mark.parametrize("word", ["nf4", "int8"])
 def test_adapters_on_quantised_weights_stay_in_fp32(word, tigon, checkpoint, text, tmp_path):
     pytest.importorskip("bitsandbytes")

@@ -22,7 +22,7 @@ from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
 from tigon.cli.train.options import HEADLESS, SHARING, TASKS, RewardArguments, TrainOptions, trl
-from tigon.integrations.capture import CapturedSteps
+from tigon.integrations.capture import CapturedSteps, can_capture, count_most_tokens
 from tigon.manifest import check_manifest, write_manifest
 
 # The files by which from_pretrained recognises a model, adapters, a tokenizer, a ranker and an embedding model.
@@ -170,17 +170,27 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     if trainer.is_fsdp_enabled:
         check_quantized_shards(trainer.model, trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
     fusion = fuse_trainer(trainer, options)
-    if (
-        fusion is not None
-        and getattr(trainer, "padding_free", False)
-        and not getattr(trainer, "aux_loss_enabled", False)
-    ):
+    is_packed = getattr(trainer, "padding_free", False) or is_filled_for_capture(trainer, options)
+    if fusion is not None and is_packed and not getattr(trainer, "aux_loss_enabled", False):
         pad_rows_to_budget(trainer)
     return trainer, fusion
 
 
+def is_filled_for_capture(trainer: Any, options: TrainOptions) -> bool:
+    """Whether batches without padding, whose lengths all differ, are to fill a token budget: few shapes, each captured.
+
+    Padding up to a budget costs no time where Python is the limit: up to half of the largest batch, by --capture auto.
+    """
+    args, capture = trainer.args, options.fuse.capture
+    can_replay = can_capture(args.device) and args.world_size == 1 and capture != "off"
+    if not can_replay or not getattr(trainer.data_collator, "padding_free", False):
+        return False
+    full = args.max_length * args.per_device_train_batch_size
+    return capture == "on" or count_most_tokens(trainer.model) >= full / 2
+
+
 def pad_rows_to_budget(trainer: Any) -> None:
-    """Let TRL's packed rows fill a token budget, so that steps have few shapes, and can be captured.
+    """Let packed rows fill a token budget, so that steps have few shapes, and can be captured.
 
     Full batches fill the largest of eight budgets; the last batch of an epoch may fill a smaller one.
     """
