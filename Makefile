@@ -47,7 +47,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing the versions of constraints.txt into $(VENV); a few minutes.'
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,docs,retrieve,rank,search,graph,serve]' --group dev --group bench
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,embed,export,docs,retrieve,rank,search,graph,serve]' --group dev --group bench
 	@touch $@
 
 demo: $(READY)

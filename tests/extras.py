@@ -2,8 +2,9 @@
 
 # fmt: off
 EXTRAS = frozenset({
-    "accelerate", "bitsandbytes", "cut_cross_entropy", "datasets", "deepspeed", "httptools", "httpx",
+    "accelerate", "bitsandbytes", "cut_cross_entropy", "datasets", "deepspeed", "gguf", "httptools", "httpx",
     "hypothesis", "jinja2", "lightgbm", "liger_kernel", "lightning", "matplotlib", "mkdocs", "numpy", "optuna",
-    "pandas", "peft", "polars", "prometheus_client", "pyarrow", "pydantic", "rich", "safetensors", "scipy", "sklearn",
-    "starlette", "tensorboard", "tokenizers", "transformers", "trl", "typer", "uvicorn", "uvloop", "yaml",
+    "pandas", "peft", "polars", "prometheus_client", "pyarrow", "pydantic", "rich", "safetensors", "scipy",
+    "sentence_transformers", "sklearn", "starlette", "tensorboard", "tokenizers", "transformers", "trl", "typer",
+    "uvicorn", "uvloop", "yaml",
 })

@@ -101,7 +101,7 @@ PROBLEMS = [
     ((*TRAIN, "--max_steps", "many"), "argument --max_steps/--max-steps: invalid int value: 'many'"),
     (("train", "--dataset_name", "text.txt"), "--model_name_or_path is missing"),
     (("train", "--model_name_or_path", "llama-tiny"), "the following arguments are required: --dataset_name"),
-    ((*TRAIN, "--task", "ppo"), "--task must be one of sft, dpo, kto, reward, grpo, rloo, distillation, rank, got ppo"),
+    ((*TRAIN, "--task", "ppo"), "reward, grpo, rloo, distillation, rank, classify, embed, rerank, got ppo"),
     ((*TRAIN, "--task", "dpo", "--reward_funcs", "a.b"), "there is no option --reward_funcs"),
     ((*TRAIN, "--task", "grpo"), "--task grpo needs --reward_funcs"),
     ((*TRAIN, "--config", "list.yaml"), "list.yaml must hold an object, got a list"),

@@ -50,6 +50,7 @@ CASES = {
     "search": [["rank", "search", "--help"]],
     "train": [["train", "--model_name_or_path", "llama-tiny", "--dataset_name", "text.txt", "--max_steps", "1",
                "--max_length", "16", "--use_cpu", "true"]],
+    "export": [["export", "model", "-o", "copy"], ["export", "model", "--to", "gguf", "-o", "model.gguf"]],
     "compress": [["compress", "model", "--data", "text.txt", "--budget", "0.4", "-o", "small"]],
 }  # fmt: skip
 
@@ -109,12 +110,14 @@ def folder(tmp_path_factory, text):
 
 
 def test_every_extra_is_tried():
-    left = {"hf", "quantize", "deepspeed", "docs"}  # which have no command of their own
+    left = {"hf", "quantize", "embed", "deepspeed", "docs"}  # which have no command of their own
     assert {*CASES} == {*PROJECT["optional-dependencies"]} - left
 
 
 @pytest.mark.parametrize("extra", CASES)
 def test_an_extra_brings_what_its_commands_need(extra, folder):
+    if extra == "export":
+        pytest.importorskip("gguf")
     names = hidden(extra)
     assert "pytest" in names
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -61,7 +61,7 @@ def test_what_a_run_writes(uninterrupted):
     assert list(found) == list(range(1, STEPS + 1))
     assert sum(list(found.values())[-5:]) < sum(list(found.values())[:5]) - 0.5  # it learns
     assert "SFTTrainer: the loss runs in Tigon" in done.out
-    assert "26 parts fused" in done.out
+    assert "30 parts fused" in done.out
     assert f"the model is in {output}" in done.out
     assert [p.name for p in find_checkpoints(output)] == [f"checkpoint-{STEPS}", f"checkpoint-{STEPS - 6}"]
     assert not (output / "README.md").exists()
@@ -178,6 +178,7 @@ def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, t
     data = ("--model_name_or_path", checkpoint, "--dataset_name", chat)
     done = tigon("train", *data, "--output_dir", output, *FEW, *arguments, "--max_steps", 12, "--learning_rate", "3e-2")
     assert "adapters" in done.ok().out
+    assert "of the tokens of padded batches would be padding; packed: 0%" in done.out
     found = list(losses(output).values())
     assert found[-1] < found[0] - 0.1
     assert (output / "adapter_model.safetensors").exists()
@@ -185,6 +186,40 @@ def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, t
     tigon("train", "--model_name_or_path", output, "--dataset_name", chat, "--output_dir", tmp_path / "new").problem(
         "the directory holds adapters, not a model"
     )
+
+
+def test_packed_batches_have_the_losses_of_padded_ones(tigon, checkpoint, tmp_path):
+    rows = [{"prompt": "count: ", "completion": "one two three " * (1 + i % 5)} for i in range(16)]
+    data = ("--model_name_or_path", checkpoint, "--dataset_name", jsonl(tmp_path / "rows.jsonl", rows))
+    steps = (*FEW, "--gradient_accumulation_steps", 2, "--max_length", 64)
+    for name, option in (("packed", ()), ("padded", ("--no_packing",)), ("rows", ("--packing", "true"))):
+        done = tigon("train", *data, *steps, *option, "--output_dir", tmp_path / name).ok()
+        assert ("packing fused" in done.out) == (name != "padded")
+        assert ("would be padding; packed:" in done.out) == (name != "padded")
+    padded = losses(tmp_path / "padded")
+    assert losses(tmp_path / "packed") == pytest.approx(padded, abs=2e-5)
+    assert len(set(padded.values())) == 4
+    assert len(losses(tmp_path / "rows")) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "filled"),
+    [({}, True), ({"capture": "off"}, False), ({"padding_free": False}, False), ({"world_size": 2}, False),
+     ({"device": "cpu"}, False), ({"max_length": 10**9}, False), ({"max_length": 10**9, "capture": "on"}, True)],
+    ids=str,
+)  # fmt: skip
+def test_batches_fill_budgets_where_steps_can_be_captured(change, filled):
+    from tigon.cli.train.run import is_filled_for_capture
+
+    given = {"capture": "auto", "padding_free": True, "world_size": 1, "device": "cuda", "max_length": 64, **change}
+    arguments = SimpleNamespace(
+        device=torch.device(given["device"]), world_size=given["world_size"], max_length=given["max_length"],
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    collator, model = SimpleNamespace(padding_free=given["padding_free"]), torch.nn.Linear(64, 64)
+    trainer = SimpleNamespace(args=arguments, data_collator=collator, model=model)
+    options = SimpleNamespace(fuse=SimpleNamespace(capture=given["capture"]))
+    assert is_filled_for_capture(trainer, options) == filled
 
 
 @pytest.mark.parametrize("word", ["nf4", "int8"])
@@ -229,8 +264,12 @@ def test_a_task_trains_and_resumes_with_the_same_bits(task, tigon, checkpoint, t
     done = tigon(*arguments, cwd=tmp_path).ok()
     found, whole = losses(output), (output / "model.safetensors").read_bytes()
     assert list(found) == [1, 2, 3, 4]
-    if task != "reward":  # whose loss reads no words
+    if task == "reward":  # whose loss reads no words
+        assert "the model has no language-model head, whose logits Tigon would avoid" in done.out
+    else:
         assert "the loss runs in Tigon" in done.out
+    if task == "kto":
+        assert "of the tokens of padded batches would be padding; packed: 0%" in done.out
     if task == "dpo":
         assert found[1] == pytest.approx(0.6931, abs=1e-3)  # policy and reference are one
         assert found[4] < found[1]

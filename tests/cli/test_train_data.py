@@ -88,3 +88,31 @@ def test_rows_of_another_form(task, rows, words, tmp_path):
 def test_a_tokenizer_learns_from_all_texts():
     rows = [{"messages": TALK, "n": 1}, {"prompt": "a", "chosen": TALK[1:]}]
     assert list(iterate_texts(rows)) == ["user", "hi", "assistant", "hello", "a", "assistant", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("options", "packing", "rows"),
+    [
+        ("", "auto", False),
+        ("--packing true", "true", True),
+        ("--packing false", "false", False),
+        ("--no_packing", "false", False),
+        ("--padding_free true", "true", False),
+        ("--task dpo", "auto", None),
+        ("--task dpo --padding_free true", "true", None),
+        ("--task kto --packing true", "true", None),
+        ("--task reward --no_packing", "false", None),
+        ("--task grpo --reward_funcs a.b", "false", None),
+    ],
+)
+def test_options_for_packing(options, packing, rows):
+    found = parse_options(["--dataset_name", "x", "--model_name_or_path", "y", "--use_cpu", "true", *options.split()])
+    assert found.packing == packing
+    assert getattr(found.trainer, "packing", None) == rows
+    assert not getattr(found.trainer, "padding_free", False)
+
+
+def test_packing_needs_fuse():
+    words = "--dataset_name x --model_name_or_path y --use_cpu true --task kto --packing true --no_fuse"
+    with pytest.raises(Problem, match="--packing true needs tigon"):
+        parse_options(words.split())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
 import tigon
@@ -77,7 +77,7 @@ class Engine:
     """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows; True: all.
     cp: ranks have a part of each sequence each, and attention gathers keys and values. cuda: not on a CPU, where
     DeepSpeed compiles its collectives for minutes. needs: a package. adapters: how many layers with adapters run fused
-    in a step; None for a model without. left: why they do not.
+    in a step; None for a model without. left: why they do not. after: whether all parts can be fused after sharding.
     """
 
     shard: Callable[[nn.Module, torch.device], nn.Module]
@@ -93,6 +93,7 @@ class Engine:
     bf16: bool = False
     adapters: int | None = None
     left: str = ""
+    after: bool = True
 
     def model(self) -> Any:
         return llama(tied=self.tied) if self.adapters is None else adapted(tied=self.tied)
@@ -147,6 +148,17 @@ def fsdp(
         fully_shard([model.model.norm, model.lm_head], **options)
     fully_shard(model, **options)
     return model
+
+
+def fsdp1(model: Any, device: torch.device, *, head: str = "with the root", **options: Any) -> nn.Module:
+    """FSDP1: a unit for each layer, perhaps one for the head, and the rest."""
+    unit = functools.partial(FullyShardedDataParallel, device_id=device, use_orig_params=True, **options)
+    base = base_of(model)
+    for at, layer in enumerate(base.model.layers):
+        base.model.layers[at] = unit(layer)
+    if head == "alone":
+        base.lm_head = unit(base.lm_head)
+    return unit(model)
 
 
 def tp(model: Any, device: torch.device, *, size: int | None = None, shard: bool = False, **options: Any) -> nn.Module:
@@ -227,6 +239,8 @@ def within_adapters(model: nn.Module) -> list[nn.Module]:
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+# By default ZeRO-3 keeps small weights, and weights that it needs again soon: of this Llama all.
+PARTITIONED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 of = functools.partial
 
 ENGINES: dict[str, Engine] = {
@@ -252,6 +266,10 @@ ENGINES: dict[str, Engine] = {
     "FSDP2, bf16": Engine(of(fsdp, **BF16), bf16=True),
     "FSDP2, head alone, bf16": Engine(of(fsdp, head="alone", **BF16), bf16=True),
     "FSDP2, head alone, bf16, accumulation": Engine(of(fsdp, head="alone", **BF16), micro_batches=4, bf16=True),
+    "FSDP1": Engine(fsdp1, (2, 4), after=False),
+    "FSDP1, tied embeddings": Engine(fsdp1, tied=True, after=False),
+    "FSDP1, head alone": Engine(of(fsdp1, head="alone"), (2, 4), after=False),
+    "FSDP1, head alone, accumulation": Engine(of(fsdp1, head="alone"), micro_batches=4, after=False),
     "HSDP": Engine(of(fsdp, shape=(2, 2)), (4,)),
     "HSDP, head alone, accumulation": Engine(of(fsdp, head="alone", shape=(2, 2)), (4,), micro_batches=2),
     "TP": Engine(tp, tp=True),
@@ -263,7 +281,9 @@ ENGINES: dict[str, Engine] = {
     "CP, keys and values gathered": Engine(ddp, (2,), cp=True),
     "ZeRO-1": Engine(of(zero, stage=1), needs="deepspeed", cuda=True),
     "ZeRO-2": Engine(of(zero, stage=2), needs="deepspeed", cuda=True),
-    "ZeRO-3": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
+    "ZeRO-3": Engine(of(zero, stage=3, **PARTITIONED), needs="deepspeed", cuda=True),
+    "ZeRO-3, weights kept for the next use": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
+    "ZeRO-3, tied embeddings": Engine(of(zero, stage=3, **PARTITIONED), needs="deepspeed", cuda=True, tied=True),
     "ZeRO++": Engine(of(zero, stage=3, zero_hpz_partition_size=2), (4,), needs="deepspeed", cuda=True),
     "DDP, adapters": Engine(ddp, adapters=14),
     "FSDP2, adapters": Engine(fsdp, adapters=14),
@@ -274,7 +294,11 @@ ENGINES: dict[str, Engine] = {
     "FSDP2, A and B alone": Engine(of(fsdp, units=within_adapters), adapters=0, left="own layers have hooks"),
     "ZeRO-2, adapters": Engine(of(zero, stage=2), needs="deepspeed", cuda=True, adapters=14),
     "ZeRO-3, adapters": Engine(
-        of(zero, stage=3), needs="deepspeed", cuda=True, adapters=0, left="partitioned by DeepSpeed's ZeRO-3"
+        of(zero, stage=3, **PARTITIONED),
+        needs="deepspeed",
+        cuda=True,
+        adapters=0,
+        left="partitioned by DeepSpeed's ZeRO-3",
     ),
     "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
 }
@@ -321,7 +345,7 @@ def train(
                 loss.backward() if optimizer is not None else wrapped.backward(loss)
             total += loss.detach()
         dist.all_reduce(total)
-        seen.append({"loss": total / world, **gradients(model, engine.needs)})
+        seen.append({"loss": total / world, **gradients(model, engine.needs, wrapped)})
         step_of = wrapped if optimizer is None else optimizer
         step_of.step()
         step_of.zero_grad()
@@ -352,8 +376,12 @@ def over_steps(seen: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([step[name] for step in seen]) for name in seen[0]}
 
 
-def gradients(model: nn.Module, host: str = "") -> dict[str, Tensor]:
+def gradients(model: nn.Module, host: str = "", wrapped: nn.Module | None = None) -> dict[str, Tensor]:
     found = {}
+    if isinstance(wrapped, FullyShardedDataParallel):
+        inner = "_fsdp_wrapped_module."
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            return {name.replace(inner, ""): p.grad.detach().clone() for name, p in model.named_parameters()}
     if host == "deepspeed":
         from deepspeed.utils import safe_get_full_grad
 

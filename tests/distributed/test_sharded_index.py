@@ -13,6 +13,7 @@ from world import world_of
 
 import tigon
 from tigon import retrieve
+from tigon.losses import info_nce
 from tigon.retrieve import Category, Index, Number, Schema, ShardedIndex, Tags, col
 from tigon.retrieve.links.encoder import AttributeEncoder
 from tigon.retrieve.storage import disk
@@ -211,6 +212,32 @@ def test_ranks_together_have_the_loss_of_the_whole_batch(ranks, has_rules):
     # Each rank has the mean of its own queries: the mean over ranks, as DDP takes it, is that of all.
     torch.testing.assert_close(sum(loss for loss, *_ in found) / ranks.size, want[0], rtol=1e-4, atol=1e-5)
     for i in (1, 2):
+        torch.testing.assert_close(torch.cat([f[i] for f in found]) / ranks.size, want[i], rtol=1e-4, atol=1e-5)
+
+
+def share_info_nce(part: int, parts: int, device, options, group=None):
+    """tigon.losses.info_nce and its gradients for a part of one batch of queries, documents and hard negatives."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(12, 16, generator=generator).chunk(parts)[part].to(device) for _ in range(3)]
+    query, positive, negative = (t.requires_grad_() for t in rows)
+    loss = info_nce(query, positive, [negative], scale=2.0, group=group, **options)
+    return loss.detach(), *torch.autograd.grad(loss, rows)
+
+
+def share_info_nce_on_a_rank(rank, world, device, options):
+    return share_info_nce(rank, world, device, options, dist.group.WORLD)
+
+
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"directions": "symmetric"}, {"directions": ALL}], ids=["", "symmetric", "all"]
+)
+def test_ranks_together_have_the_in_batch_softmax_of_the_whole_batch(ranks, options):
+    want, found = share_info_nce(0, 1, "cpu", options), ranks.run(share_info_nce_on_a_rank, options)
+    torch.testing.assert_close(sum(loss for loss, *_ in found) / ranks.size, want[0], rtol=1e-4, atol=1e-5)
+    for i in (1, 2, 3):
         torch.testing.assert_close(torch.cat([f[i] for f in found]) / ranks.size, want[i], rtol=1e-4, atol=1e-5)
 
 

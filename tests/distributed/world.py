@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_map_only
 GPUS = os.environ.get("TIGON_TEST_WORLD") == "cuda"
 LARGE = (
     "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
-    "accelerate",
+    "accelerate", "tigon.cli.train.run", "tigon.integrations.trl",
 )  # fmt: skip
 # Once one rank has failed the others may wait for it until the end of days.
 PATIENCE = 2

@@ -344,7 +344,7 @@ def test_wrong_offsets_raise(llama):
             llama(**{**batch, "cu_seq_lens_q": [0, 25]})
         with pytest.raises(ValueError, match="offsets must ascend from 0 to the rows of q, 25"):
             llama(**{**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][:-1]})
-        # As Gemma 3 for images makes the masks of its decoder, without a look at offsets.
+        # As a model around the decoder makes the masks, without a look at offsets.
         with pytest.raises(ValueError, match="must come with position_ids that restart in each document"):
             llama.model(batch["input_ids"], {"full_attention": None}, cu_seq_lens_q=batch["cu_seq_lens_q"])
 

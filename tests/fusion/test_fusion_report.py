@@ -146,13 +146,19 @@ def bert():
     return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, num_attention_heads=4))
 
 
-@pytest.mark.parametrize(
-    "make", [vision, sequences, bert, lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))]
-)
-def test_models_without_a_language_head_have_no_row_of_one(make):
+@pytest.mark.parametrize(("make", "outputs"), [(vision, 2), (sequences, 1), (bert, 2)])
+def test_the_head_of_a_classifier_has_a_row_that_asks_for_nothing(make, outputs):
     with tigon.fuse(make()) as fusion:
-        assert not [row for row in fusion.report().rows if row.kind == "head"]
+        (row,) = (row for row in fusion.report().rows if row.kind == "head")
+        assert row.what == f"its logits cost nothing: {outputs} for each input, and none over a vocabulary"
+        assert (row.fused, row.count, row.advice) == (False, 1, "")
         assert "linear_cross_entropy" not in str(fusion.report())
+
+
+def test_models_without_a_head_have_no_row_of_one():
+    for make in (lambda: sequences().model, lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))):
+        with tigon.fuse(make()) as fusion:
+            assert not [row for row in fusion.report().rows if row.kind == "head"]
 
 
 def test_a_language_head_that_nothing_returns_has_a_row_with_advice():

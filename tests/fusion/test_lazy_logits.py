@@ -1,9 +1,12 @@
 """Lazy logits behave as logits: the loss leaves them unbuilt, everything else finds real ones, gradients included."""
 
+import contextlib
 import copy
 import functools
 import io
 import pickle
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from tigon.fusion.logits import labels as labels_module
 from tigon.fusion.logits.compiled import CompiledLogits
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import Recipe
+from tigon.fusion.logits.sharded_head import find_regather
 
 B, T, H, V = 2, 5, 12, 23
 
@@ -651,8 +655,77 @@ def test_what_is_no_plain_head_has_no_recipe():
     assert Recipe.build(x.double(), w.double(), None, ledger) is None
     assert Recipe.build(x, torch.randn(5, 4), None, ledger) is None
     shard = nn.Parameter(torch.randn(5, 3))
-    shard.ds_id = 0  # a parameter under ZeRO-3: gathered for the length of the head's own forward
+    shard.ds_id, shard.ds_status = 0, types.SimpleNamespace(name="NOT_AVAILABLE")  # ZeRO-3, outside the head's forward
     assert Recipe.build(x, shard, None, ledger) is None
+
+
+ZERO3 = """
+import torch
+
+class PreBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(outputs):
+        return outputs.detach()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.module, ctx.pre_backward_function = head, before
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.pre_backward_function(ctx.module)
+        return gradients
+"""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])  # none: the backward pass needs the weight again
+def test_a_head_under_zero3(monkeypatch, reduction):
+    """The steps of DeepSpeed's ZeRO-3 around a head, without DeepSpeed, which tests/distributed runs if it is there."""
+    head, events = nn.Linear(4, 7, bias=False), []
+    weight, values = head.weight, head.weight.detach().clone()
+    weight.ds_id, weight.ds_shape = 0, weight.shape
+
+    def set_gathered(now):
+        weight.data = values.clone() if now else values.new_empty(0)
+        weight.ds_status = types.SimpleNamespace(name="AVAILABLE" if now else "NOT_AVAILABLE")
+
+    @contextlib.contextmanager
+    def gathered_parameters(parameters):
+        assert parameters == [weight]
+        set_gathered(True)
+        yield
+        set_gathered(False)
+        events.append("loss")
+
+    def before(module):
+        assert module is head
+        set_gathered(True)
+        events.append("backward")
+
+    zero = types.SimpleNamespace(GatheredParameters=gathered_parameters)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero", zero)
+    offload = {"__name__": "deepspeed.runtime.zero.parameter_offload", "head": head, "before": before}
+    exec(ZERO3, offload)
+    x, target = torch.randn(2, 3, 4, requires_grad=True), torch.randint(7, (2, 3))
+    expected = F.cross_entropy(F.linear(x, values.requires_grad_()).view(-1, 7), target.view(-1))
+    right = torch.autograd.grad(expected, (x, values))
+    values.requires_grad_(False)
+
+    set_gathered(True)
+    ledger = Ledger(nn.Module())
+    logits = LazyLogits.build_lazy(Recipe.build(x, weight, None, ledger, find_regather(head)))
+    logits = offload["PreBackward"].apply(logits)
+    set_gathered(False)  # the head's forward has ended
+    assert isinstance(logits, LazyLogits)
+    assert logits.pending()
+    loss = F.cross_entropy(logits.float().view(-1, 7), target.view(-1), reduction=reduction).mean()
+    assert events == ["loss"]
+    loss.backward()
+    assert events == ["loss", "backward"]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(x.grad, right[0])
+    torch.testing.assert_close(weight.grad, right[1])
+    assert not ledger.built_by
 
 
 def test_outputs_of_a_compiled_step_behave_as_logits():

@@ -67,9 +67,10 @@ def x(device):
 
 
 def joined(t):
-    """How many groups of projections and whole MLPs are behind t."""
+    """How many groups of projections and whole MLPs are behind t, by themselves or in a whole decoder layer."""
     names = nodes_of(t)
-    return names.count("ProjectionsBackward"), names.count("DenseMlpBackward")
+    groups = names.count("ProjectionsBackward") + names.count("EnterAttentionBackward")
+    return groups, names.count("DenseMlpBackward") + names.count("LeaveAttentionBackward")
 
 
 def gradients(model, x):

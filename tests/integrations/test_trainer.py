@@ -170,6 +170,33 @@ def test_liger_beside_it_gets_a_sentence(tmp_path):
         callback.on_train_begin(made.args, made.state, made.control, model=made.model)
 
 
+def padded_rows(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def pad(name, value):
+        tails = (torch.full((longest - len(row["input_ids"]),), value) for row in rows)
+        source = "input_ids" if name == "attention_mask" else name
+        heads = (torch.ones_like(row[source]) if name == "attention_mask" else row[source] for row in rows)
+        return torch.stack([torch.cat(pair) for pair in zip(heads, tails, strict=True)])
+
+    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100), "attention_mask": pad("attention_mask", 0)}
+
+
+def test_packed_batches(tmp_path, capsys):
+    found = {}
+    for packing in (False, "auto"):
+        callback = TigonCallback(packing=packing)
+        made = trainer(tmp_path, llama(), [callback], gradient_accumulation_steps=2)
+        made.train_dataset = [{k: v[: 4 + i % 12] for k, v in row.items()} for i, row in enumerate(made.train_dataset)]
+        made.data_collator = padded_rows
+        found[packing] = losses(made)
+    assert found["auto"] == pytest.approx(found[False], rel=1e-5)
+    assert callback.tokens["computed"] == callback.tokens["real"] < 0.8 * callback.tokens["padded"]
+    assert "of the tokens of padded batches would be padding; packed: 0%." in capsys.readouterr().out
+    with pytest.raises(ValueError, match="packing must be True, False or 'auto', got 'yes'"):
+        TigonCallback(packing="yes")
+
+
 def test_report_before_training():
     with pytest.raises(RuntimeError, match="nothing is fused before training begins"):
         TigonCallback().report()

@@ -116,6 +116,7 @@ TYPES = (
 SINGLE = {
     "orpo": "| `orpo` |", "rloo": "| `rloo` |", "coding_rate": "\n::: tigon.losses.coding_rate\n",
     "choice": "\n::: tigon.losses.choice\n", "choice_logits": "\n::: tigon.losses.choice_logits\n",
+    "info_nce": "\n::: tigon.losses.info_nce\n",
 }  # fmt: skip
 
 

@@ -82,6 +82,16 @@ def check_lora(page: Namespace, output: str):
         assert re.search(r"adapters fused +12 × Linear4bit +ran \d+ +LoRA: q_proj, k_proj, v_proj in one", output)
 
 
+@check("how-to/chats-to-adapter.md")
+def check_chats(page: Namespace, output: str):
+    assert len(page.held_out) == 2
+    assert page.held_out[-1] < page.held_out[0]
+    assert page.answer.shape[1] > page.prompt["input_ids"].shape[1]
+    assert "merged: LoRA of rank 16 merged into path/to/model, in float32" in output
+    assert "The merged model is as near as rounding allows" in output
+    assert Path("merged/manifest.json").is_file()
+
+
 @check("how-to/from-unsloth.md")
 def check_unsloth(page: Namespace, output: str):
     if hasattr(page, "four_bit"):
@@ -152,6 +162,15 @@ def check_shared_prefixes(page: Namespace, output: str):
     assert "62 rows in place of 122" in output
     assert abs(page.answer_loss - page.loss) < 1e-5
     assert re.search(r"Prompts computed once: \d+ rows in place of \d+", output)
+
+
+@check("how-to/packing.md")
+def check_training_without_padding(page: Namespace, output: str):
+    shares = re.findall(r"(\d+)% of the tokens of padded batches would be padding; packed: 0%", output)
+    assert len(shares) >= 2
+    assert all(int(share) > 10 for share in shares)
+    assert re.search(r"<PackedDataset of 16 samples in \d+ rows of 256 tokens: \d+% padding before", output)
+    assert page.loss.isfinite()
 
 
 @check("how-it-works/documents.md")

@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "tigon.cli.train",
     "inspect": "tigon.cli.inspect",
     "verify": "tigon.cli.verify",
+    "export": "tigon.cli.export",
     "compress": "tigon.compress.cli.command",
     "doctor": "tigon.cli.doctor",
 }

@@ -216,6 +216,20 @@ def lock_folder(output: Path) -> Iterator[None]:
             (output / LOCK).unlink(missing_ok=True)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether another process holds a folder by `lock_folder`. A lock whose process was killed does not count."""
+    try:
+        import fcntl
+
+        with open(folder / LOCK, "r+") as handle:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        return not isinstance(error, PermissionError) or error.filename is None  # else the file cannot be opened
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 def _is_open(handle: int, file: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), os.stat(file))

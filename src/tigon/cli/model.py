@@ -50,10 +50,11 @@ def quiet_transformers() -> None:
         warnings.filterwarnings("ignore", category=category, module="transformers")
 
 
-def find_model(name: str, *, any_head: bool = False) -> Source:
+def find_model(name: str, *, any_head: bool = False, any_model: bool = False) -> Source:
     """Resolve `--model`, loading only the configuration.
 
     any_head: accept encoder-decoders too, which have a head; by default only causal language models.
+    any_model: accept models without a language-model head, such as encoders.
 
     Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not
         answer and a model without a language-model head.
@@ -67,15 +68,15 @@ def find_model(name: str, *, any_head: bool = False) -> Source:
         source = _from_hub(name)
     else:
         raise Problem(f"model {name}: not a directory, a preset or a hub name")
-    return _with_head(source, any_head)
+    return source if any_model else _with_head(source, any_head)
 
 
 def _from_path(path: Path) -> Source:
     file = path / "config.json" if path.is_dir() else path
     if is_adapters_folder(path):
         raise Problem(
-            f"model {path}: the directory holds adapters, not a model; merge the adapters and save the result: "
-            f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
+            f"model {path}: the directory holds adapters, not a model; merge the adapters and use the result: tigon "
+            f"export {path} --output merged"
         )
     if not file.is_file():
         if any(path.glob("checkpoint-*")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -45,8 +46,12 @@ class VerifyOptions:
     lora: int | None = option(None, "Add LoRA adapters with this rank to the model.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
     adapters: str | None = option(None, "Adapters saved by PEFT: folder, adapter_config.json or hub name.")
+    against: str | None = option(
+        None,
+        "Compare a merged model's logits with this run's: run, checkpoint, model or adapter directory, or hub name.",
+    )
     fp8: bool = option(False, "Measure how far FP8 moves the gradients, layer by layer, in place of the comparison.")
-    data: Path | None = option(None, "With --fp8: text file for the batch; default: random tokens.")
+    data: Path | None = option(None, "With --fp8 or --against: text file for the batch; default: random tokens.")
     seed: int = option(0, "Seed for tokens and random weights.", min=0, max=2**32 - 1)
     json: bool = json_option()
 
@@ -56,14 +61,19 @@ def verify(options: VerifyOptions) -> None:
 
     The measure is the plain model's own rounding: the distance to the same model in fp64. A model without weights gets
     random weights and small widths; so do adapters without weights. With adapters their own gradients are compared.
+
+    With --against: compare a merged model's logits with those of the base model and its adapters.
     """
     needs("tigon verify", "train", "torch", "transformers")
     check_choice("", options, dtype=DTYPES)
-    if options.data is not None and not options.fp8:
-        raise Problem("--data requires --fp8")
+    if options.data is not None and not options.fp8 and options.against is None:
+        raise Problem("--data requires --fp8 or --against")
     if options.fp8 and options.dtype != "float32":
         raise Problem(f"--fp8 compares fp32, bf16 and FP8, and takes no --dtype, got {options.dtype}")
     device = find_device(options.device)
+    if options.against is not None:
+        _verify_merged(options, device)
+        return
     from tigon.cli.adapters import add_adapters, find_adapted, new_adapters
     from tigon.cli.model import quiet_transformers
 
@@ -123,6 +133,18 @@ def verify(options: VerifyOptions) -> None:
             "set TRITON_INTERPRET=1 and TIGON_BACKEND=triton to interpret the kernels.",
             style="yellow",
         )
+
+
+def _verify_merged(options: VerifyOptions, device: torch.device) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for name in ("layers", "full_width", "dtype", "lora", "fp8"):
+        if getattr(options, name) != defaults[name]:
+            raise Problem(f"--against compares whole models, and takes no --{name.replace('_', '-')}")
+    from tigon.cli.against import verify_against
+    from tigon.cli.model import quiet_transformers
+
+    quiet_transformers()
+    verify_against(options, device, screen(quiet=options.json))
 
 
 def _measure_fp8(options: VerifyOptions, source: Any, model: Any, ids: Any, labels: Any, console: Any) -> None:

@@ -50,6 +50,12 @@ FULL = torch.int8
 LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.reward_trainer")
 
 
+def count_most_tokens(model: nn.Module) -> int:
+    """The most tokens of a micro-batch whose work is done before Python has launched it; see MOST_WORK."""
+    sizes = [p.numel() for p in model.parameters() if p.dim() > 1]
+    return int(MOST_WORK * len(sizes) / max(1, sum(sizes)))
+
+
 class CapturedSteps(TrainerCallback):
     """Replays a micro-batch's forward and backward pass as a CUDA graph, for the duration of training.
 
@@ -111,8 +117,7 @@ class CapturedSteps(TrainerCallback):
         )
         self._calls = self._large = 0
         self._draws = False
-        sizes = [p.numel() for p in model.parameters() if p.dim() > 1]
-        self.most_tokens = int(MOST_WORK * len(sizes) / max(1, sum(sizes)))
+        self.most_tokens = count_most_tokens(model)
         self._own = self.trainer.training_step
         self._put(self.trainer, "training_step", types.MethodType(self._replace_training_step(), self.trainer))
         if isinstance(getattr(self.trainer, "_metrics", None), dict):

@@ -8,13 +8,18 @@ main process which parts it fused, and can remove the fusion at the end.
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections import Counter
 from typing import Any
+
+import torch
 
 from tigon.fusion.engine.model import Fusion, fuse
 from tigon.fusion.engine.report import Report
 from tigon.fusion.parts.head import HEAD
 from tigon.install import install
+from tigon.integrations.packing.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
 from tigon.integrations.trl.logprobs import loss_is_left_to_trl
 
 try:
@@ -50,14 +55,25 @@ class TigonCallback(TrainerCallback):
     Args:
         remove: restore the model when training ends. Earlier fusions stay.
         report: print the fused parts when training begins, and the parts that ran in the last step when training ends.
+        packing: True runs each padded batch as one packed row without padding, with the same loss and gradients. "auto"
+            does so where the model's attention needs no dense mask for a packed row, and for batches with at least 5 %
+            padding.
         options: for `tigon.fuse` (parts=…, recompute=…).
 
     `fusion` is the model's `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`. Warns
-    when no fused part ran in the first step, and when the first step built logits, which Tigon's loss avoids.
+    when no fused part ran in the first step, and when the first step built logits, which Tigon's loss avoids. With
+    packing=True training raises ValueError for a model that mixes the samples in a packed row; with "auto" such a model
+    runs with padding. `tokens` counts the "real" tokens so far, those of the "padded" batches, and those "computed".
     """
 
-    def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
+    def __init__(self, *, remove: bool = False, report: bool = True, packing: Packing = False, **options: Any) -> None:
+        if packing not in (True, False, "auto"):
+            raise ValueError(f"TigonCallback: packing must be True, False or 'auto', got {packing!r}.")
         self.fusion: Fusion | None = None
+        self.tokens: Counter[str] = Counter()
+        self._packing: Packing = packing
+        self._padding_free: PaddingFree | None = None
+        self._padded: Counter[str] = Counter()
         self._remove, self._print, self._options = remove, report, options
         self._ours = self._checked = self._trl = False
 
@@ -78,8 +94,22 @@ class TigonCallback(TrainerCallback):
         if self._trl:
             warnings.warn(TRL, stacklevel=2)
         self.fusion._ledger.adviser = None  # this callback warns instead
+        if self._packing and self._padding_free is None:
+            self._pack(model, args)
         if self._print and state.is_world_process_zero:
             print(self.fusion.report())
+
+    def _pack(self, model: Any, args: Any) -> None:
+        assert self.fusion is not None  # fused just before
+        narrow = torch.bfloat16 if args.bf16 else torch.float16
+        autocast = functools.partial(torch.autocast, args.device.type, dtype=narrow, enabled=args.bf16 or args.fp16)
+        made = drop_padding(self.fusion, model, self._packing, self.tokens, self._padded, autocast)
+        if isinstance(made, PaddingFree):
+            self._padding_free = made
+        elif self._packing is True:
+            raise ValueError(f"TigonCallback: packing=True: {made}.")
+        else:
+            self._padded[made] = 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checked or self.fusion is None:
@@ -104,5 +134,12 @@ class TigonCallback(TrainerCallback):
             return
         if self._print and state.is_world_process_zero:
             print(self.fusion.report().last_step())
+            if sentence := describe_tokens(self.tokens):
+                print(sentence)
+            if self._padded:
+                print(f"Run with padding: {'; '.join(self._padded)}.")
+        if self._padding_free is not None:
+            self._padding_free.remove()
+            self._padding_free = None
         if self._remove and self._ours:
             self.fusion.remove()

@@ -3,6 +3,7 @@ from tigon.losses.choices import choice as choice
 from tigon.losses.choices import choice_logits as choice_logits
 from tigon.losses.coding_rates import RowGroups as RowGroups
 from tigon.losses.coding_rates import coding_rate as coding_rate
+from tigon.losses.contrastive import info_nce as info_nce
 from tigon.losses.distillation import Distill as Distill
 from tigon.losses.distillation import DistillTopK as DistillTopK
 from tigon.losses.distillation import TopK as TopK

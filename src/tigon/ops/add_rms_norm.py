@@ -83,7 +83,7 @@ def add_rms_norm_reference(
 def _add_rms_norm_fwd_fake(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype = torch.promote_types(x.dtype, residual.dtype)
+    dtype = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
     # residual's memory order, as residual + x has.
     return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
 

@@ -72,13 +72,15 @@ class FourBit:
         return w if w.dtype == dtype else w.to(dtype)
 
     @classmethod
-    def from_parameter(cls, weight: Any) -> FourBit:
+    def from_parameter(cls, weight: Any, *, state: Any = None) -> FourBit:
         """Wrap the weight of a bitsandbytes 4-bit layer, a `Params4bit`, without copying.
 
-        Raises: ValueError if the weight has no `quant_state` yet: bitsandbytes quantizes when the layer is moved to a
-            device.
+        Args:
+            weight: the packed codes.
+            state: their `quant_state`; None for the weight's own. A weight that FSDP2 gathered has none, its layer has.
+        Raises: ValueError if there is no `quant_state` yet: bitsandbytes quantizes when the layer is moved to a device.
         """
-        state = getattr(weight, "quant_state", None)
+        state = getattr(weight, "quant_state", None) if state is None else state
         if state is None:
             raise ValueError(
                 f"FourBit: weight must be a quantised bitsandbytes Params4bit, got {type(weight).__name__} "

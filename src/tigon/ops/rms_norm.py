@@ -119,7 +119,9 @@ def rms_norm_reference(
 
 
 def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dtype:
-    return dtype if weight is None or cast == "gemma" else torch.promote_types(dtype, weight.dtype)
+    if weight is None or cast == "gemma" or weight.dtype == dtype:
+        return dtype
+    return torch.promote_types(dtype, weight.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -367,6 +369,15 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     return block_m, block_n, warps, stages, resident
 
 
+@functools.lru_cache(maxsize=4096)
+def _bwd_grid(m: int, n: int, itemsize: int, inputs: int, device: torch.device) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages, and programs."""
+    block_m, block_n, warps, stages, resident = _bwd_tile(n, itemsize, inputs, shared_memory(device))
+    block_m, warps, stages = spread(m, block_m, block_n, device) or (block_m, warps, stages)
+    programs = min(cdiv(m, block_m), resident * multiprocessors(device))
+    return block_m, block_n, warps, 1 if cdiv(m, block_m) == 1 else stages, programs
+
+
 def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Buffer for rstd; empty if the backward pass recomputes rstd from a row in registers.
 
@@ -453,13 +464,9 @@ def _rms_norm_bwd(
     scalars = (*strides_dy, *strides_ds, *strides)
     partial = None
     if N * x.element_size() <= 2 * MAX_TILE:  # the row and dx fit registers; half as many columns in fp32
-        inputs = 2 if ds is None else 3
-        block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
-        block_m, warps, stages = spread(M, block_m, block_n, x.device) or (block_m, warps, stages)
-        programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
+        block_m, block_n, warps, stages, programs = _bwd_grid(M, N, x.element_size(), 2 if ds is None else 3, x.device)
         if need_dw:
             partial, _ = shares(programs, dw)
-        stages = 1 if cdiv(M, block_m) == 1 else stages
         launch(
             _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
             lambda: (

@@ -121,9 +121,9 @@ def _load(data: DataArguments) -> Any:
         raise Problem(f"--dataset_name {name} cannot be read ({one_line(cause)})") from error
 
 
-def _check_rows(rows: Any, options: TrainOptions) -> Any:
-    """The rows, if they have the task's columns. Alpaca rows become prompts and completions."""
-    name, wanted = options.data.dataset_name, TASKS[options.task].columns
+def find_columns(rows: Any, options: TrainOptions) -> tuple[str, ...]:
+    """The first of the task's sets of columns that the rows have. Raises Problem if there is none, or no row."""
+    name, wanted = options.data.dataset_name, getattr(options.extra, "columns", TASKS[options.task].columns)
     first = next(iter(rows), None)
     if first is None or first.get("text") == "":
         raise Problem(f"--dataset_name {name}: the data set is empty")
@@ -135,6 +135,22 @@ def _check_rows(rows: Any, options: TrainOptions) -> Any:
         raise Problem(
             f"--dataset_name {name}: --task {options.task} needs the columns {forms}, got {', '.join(sorted(columns))}"
         )
+    return present
+
+
+def check_texts(rows: Any, columns: list[str], options: TrainOptions) -> None:
+    """Raise a Problem for the first row whose text, or list of texts, in these columns has none or an empty one."""
+    for column in columns:
+        for i, value in enumerate(rows[column]):
+            texts = value if isinstance(value, list) else [value]
+            if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+                name = options.data.dataset_name
+                raise Problem(f"--dataset_name {name}: row {i + 1} has the {column} {value!r}, which has no words")
+
+
+def _check_rows(rows: Any, options: TrainOptions) -> Any:
+    """The rows, if they have the task's columns. Alpaca rows become prompts and completions."""
+    name, present, columns = options.data.dataset_name, find_columns(rows, options), set(next(iter(rows)))
     for column in present if isinstance(rows, datasets.Dataset) else ():
         missing = rows.data.column(column).is_null()
         if (row := missing.index(True).as_py()) >= 0:

@@ -3,7 +3,7 @@
     DataArguments          the data
     trl.ModelConfig        the model, its adapters and its quantisation
     FuseArguments          the arguments of tigon.fuse
-    trl.SFTConfig, …       the trainer: TRL's, or transformers.TrainingArguments for `--task rank`
+    trl.SFTConfig, …       the trainer: TRL's, transformers', or sentence-transformers'
 
 Names and defaults follow TRL's own commands. DEFAULTS lists the exceptions.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import logging
 import shutil
 import sys
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import transformers
 
-from tigon.cli.problem import Problem, one_line
+from tigon.cli.problem import Problem, needs, one_line
 from tigon.files import DamagedFileError, read_yaml
 
 trl: Any = importlib.import_module("trl")  # a lazy module, which exports nothing that mypy sees
@@ -79,6 +80,19 @@ class FuseArguments:
 
 
 @dataclass(frozen=True)
+class PackingArguments:
+    """For the tasks whose trainer has no such option. SFTTrainer has its own."""
+
+    packing: Literal["auto", "true", "false"] = field(
+        default="auto",
+        metadata={
+            "help": "Run each batch as one packed row without padding, with the same losses; --no_packing pads. "
+            "auto: where the model's attention takes packed rows."
+        },
+    )
+
+
+@dataclass(frozen=True)
 class RewardArguments:
     reward_funcs: list[str] = field(
         default_factory=list, metadata={"help": "Reward functions to maximise, as import paths such as rewards.score."}
@@ -114,21 +128,91 @@ class RankArguments:
 
 
 @dataclass(frozen=True)
+class ClassifyArguments:
+    text_column: str = field(default="text", metadata={"help": "Column with the text."})
+    text_pair_column: str | None = field(
+        default=None, metadata={"help": "Column with a second text, such as the hypothesis of a premise."}
+    )
+    label_column: str = field(
+        default="label",
+        metadata={"help": "Column with the label: a name or an integer, a list of these, or for regression a number."},
+    )
+    problem_type: Literal["auto", "single_label_classification", "multi_label_classification", "regression"] = field(
+        default="auto", metadata={"help": "auto: multi-label for lists, regression for numbers with a fraction."}
+    )
+    max_length: int = field(default=512, metadata={"help": "Maximum number of tokens; longer texts are cut."})
+
+    @property
+    def text_columns(self) -> list[str]:
+        return [self.text_column, *([self.text_pair_column] if self.text_pair_column else [])]
+
+    @property
+    def columns(self) -> tuple[tuple[str, ...], ...]:
+        return ((*self.text_columns, self.label_column),)
+
+
+@dataclass(frozen=True)
+class EmbedArguments:
+    pooling: Literal["auto", "mean", "cls", "lasttoken"] = field(
+        default="auto",
+        metadata={
+            "help": "How token embeddings become one. auto: the model's own; otherwise the last token of a decoder, "
+            "the mean of an encoder."
+        },
+    )
+    scale: float = field(default=20.0, metadata={"help": "Factor on the cosines: 1 / temperature."})
+    direction: Literal["query_to_doc", "symmetric", "all"] = field(
+        default="query_to_doc",
+        metadata={
+            "help": "Scores in the loss: queries among documents; also documents among queries; or all four directions "
+            "in one softmax."
+        },
+    )
+    cached_batch_size: int = field(
+        default=0,
+        metadata={
+            "help": "Embed this many rows at once, and each twice, so that memory does not limit the batch (GradCache)."
+            " 0: embed the batch once, in one piece."
+        },
+    )
+    gather_embeddings: bool = field(
+        default=False, metadata={"help": "With several processes: the documents of all of them are negatives."}
+    )
+    max_length: int = field(default=512, metadata={"help": "Maximum number of tokens; longer texts are cut."})
+
+
+@dataclass(frozen=True)
+class RerankArguments:
+    rerank_loss: Literal["auto", "bce", "lambda", "listnet", "mnrl"] = field(
+        default="auto",
+        metadata={
+            "help": "auto: bce for a document per row, lambda for lists of documents, mnrl for positives and negatives."
+        },
+    )
+    max_length: int = field(default=512, metadata={"help": "Maximum number of tokens; longer pairs are cut."})
+
+
+@dataclass(frozen=True)
 class Task:
     """A `tigon train` task.
 
-    config, trainer: names of TRL classes. columns: sets of columns, one of which the data must have. extra: a dataclass
-    with further options.
+    config, trainer: names of classes in `library`. columns: sets of columns, one of which the data must have. extra: a
+    dataclass with further options; its `columns`, if any, come before the task's.
     """
 
     config: str
     trainer: str
     columns: tuple[tuple[str, ...], ...] = ()
     extra: type | None = None
+    library: str = "trl"
 
     @property
     def config_class(self) -> Any:
-        return getattr(trl, self.config, None) or getattr(transformers, self.config)
+        if self.library != "sentence_transformers":
+            return getattr(trl if self.library == "trl" else transformers, self.config)
+        needs("this --task", "embed", self.library)
+        logging.getLogger(self.library).setLevel(logging.ERROR)
+        return getattr(importlib.import_module(self.library), self.config)
 
 
 _PAIRS = (("chosen", "rejected"),)
@@ -143,15 +227,37 @@ TASKS = {
     "grpo": Task("GRPOConfig", "GRPOTrainer", (("prompt",),), RewardArguments),
     "rloo": Task("RLOOConfig", "RLOOTrainer", (("prompt",),), RewardArguments),
     "distillation": Task("DistillationConfig", "DistillationTrainer", (("prompt",),)),
-    "rank": Task("TrainingArguments", "", extra=RankArguments),
+    "rank": Task("TrainingArguments", "", extra=RankArguments, library="transformers"),
+    "classify": Task("TrainingArguments", "Trainer", extra=ClassifyArguments, library="transformers"),
+    "embed": Task(
+        "SentenceTransformerTrainingArguments", "SentenceTransformerTrainer",
+        (("anchor", "positive"), ("query", "positive"), ("query", "document"), ("question", "answer")), EmbedArguments,
+        "sentence_transformers",
+    ),
+    "rerank": Task(
+        "CrossEncoderTrainingArguments", "CrossEncoderTrainer",
+        (("query", "document", "label"), ("query", "documents", "labels"), ("query", "positive", "negative")),
+        RerankArguments, "sentence_transformers",
+    ),
 }  # fmt: skip
+# Tasks without a language-model head.
+HEADLESS = ("classify", "embed", "rerank")
 # Tasks in which several answers continue one prompt.
 SHARING = ("dpo", "grpo", "rloo")
+# Tasks whose batches are packed by default.
+PACKING = ("sft", "dpo", "kto", "reward")
+SFT_PACKING = (
+    "true packs the data set into rows of --max_length tokens (--packing_strategy). Without this option each batch "
+    "runs as one packed row, with the same losses, where the model's attention takes packed rows; --no_packing pads."
+)
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave."""
+    """A run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave.
+
+    packing: auto, true or false; for SFT "true" with the trainer's own `packing` packs its data set.
+    """
 
     task: str
     data: DataArguments
@@ -160,6 +266,7 @@ class TrainOptions:
     trainer: Any
     extra: Any
     given: frozenset[str]
+    packing: str = "false"
 
 
 def parse_options(arguments: list[str]) -> TrainOptions:
@@ -193,6 +300,10 @@ def parse_options(arguments: list[str]) -> TrainOptions:
     if rest:
         raise Problem(_unknown(rest[0].partition("=")[0].lstrip("-"), names))
     data, model, fuse, trainer, *extra = parsed
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")} | set(config)
+    given = {"packing" if option == "no_packing" else option for option in given}
+    packing = extra.pop().packing if extra and isinstance(extra[-1], PackingArguments) else "auto"
+    packing = _read_packing(name, trainer, packing, given)
     if model.model_name_or_path is None:
         raise Problem("--model_name_or_path is missing (see `tigon train --help`)")
     if not 0 <= data.test_split_size < 1:
@@ -203,23 +314,48 @@ def parse_options(arguments: list[str]) -> TrainOptions:
         raise Problem(f"--shared_prefix true requires --task {', '.join(SHARING)}, got --task {name}")
     if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.fp8 or fuse.shared_prefix == "true"):
         raise Problem("--recompute, --offload, --fp8 and --shared_prefix need tigon.fuse and exclude --no_fuse")
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-    return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
+    if not fuse.fuse and name != "sft" and packing == "true":
+        raise Problem("--packing true needs tigon.fuse and excludes --no_fuse")
+    return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given), packing)
+
+
+def _read_packing(task: str, trainer: Any, packing: str, given: set[str]) -> str:
+    """Whether to pack: auto, true or false. TRL's `padding_free`, which TRL leaves out or narrows, is Tigon's here."""
+    if task not in PACKING:
+        return "false"
+    if task == "sft":
+        packing = str(trainer.packing).lower() if "packing" in given else "auto"
+    if "padding_free" in given:
+        packing = "true" if trainer.padding_free or packing == "true" else "false"
+        trainer.padding_free = False
+    return packing
 
 
 def make_parser(name: str, *, on_cpu: bool = False) -> Any:
     """Build the parser for a task's options. on_cpu: whether the run uses no GPU."""
     task = TASKS[name]
     types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
+    types += [PackingArguments] if name in PACKING and name != "sft" else []
     parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)
     parser.error = _refuse
     parser.add_argument("--task", default="sft", help=f"{', '.join(TASKS)}. Determines the other options.")
     parser.add_argument("--config", help="YAML file with these options by name; the command line takes precedence.")
+    if name in PACKING:
+        pads: Any = False if name == "sft" else "false"
+        parser.add_argument("--no_packing", action="store_const", const=pads, dest="packing", default=argparse.SUPPRESS)
+    if name == "sft":
+        option = next(action for action in parser._actions if "--packing" in action.option_strings)
+        option.help = SFT_PACKING
     has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     parser.set_defaults(**DEFAULTS, disable_tqdm=not sys.stderr.isatty(), **({} if has_bf16 else {"bf16": False}))
+    if name in HEADLESS:  # TRL's configs have defaults that suit models of this size; these are transformers'
+        parser.set_defaults(bf16=has_bf16, logging_steps=10)
+    if name == "embed":
+        parser.set_defaults(batch_sampler="no_duplicates")
     # The trainer's own options come before those that all trainers share.
     shared = {f.name for f in fields(transformers.TrainingArguments)}
-    groups = {kind.__name__: {f.name for f in fields(kind)} - shared for kind in types}
+    own = [kind for kind in types if kind is not transformers.TrainingArguments]
+    groups = {kind.__name__: {f.name for f in fields(kind)} - shared for kind in own}
     for title, members in {**groups, "TrainingArguments": shared}.items():
         group = parser.add_argument_group(title)
         for action in list(parser._optionals._group_actions):

@@ -21,20 +21,24 @@ from tigon.cli.problem import Problem, check_writable, is_disk_full, is_out_of_m
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
-from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
-from tigon.integrations.capture import CapturedSteps
+from tigon.cli.train.options import HEADLESS, SHARING, TASKS, RewardArguments, TrainOptions, trl
+from tigon.integrations.capture import CapturedSteps, can_capture, count_most_tokens
 from tigon.manifest import check_manifest, write_manifest
 
-# The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
+# The files by which from_pretrained recognises a model, adapters, a tokenizer, a ranker and an embedding model.
 PRETRAINED = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
+    "modules.json", "config_sentence_transformers.json", "[0-9]_*/*",
 )  # fmt: skip
 
 # Tasks whose steps --capture auto captures: their losses read nothing on the host.
 CAPTURED = ("sft", "reward")
-# Tasks that a system brings: the module of each holds a function `make_trainer`.
-SYSTEM_TASKS = {"rank": "tigon.rank.cli.train_task"}
+# Tasks whose trainer is not TRL's: the module of each holds a function `make_trainer`.
+OWN_TRAINERS = {
+    "rank": "tigon.rank.cli.train_task", "classify": "tigon.cli.train.classify", "embed": "tigon.cli.train.embed",
+    "rerank": "tigon.cli.train.embed",
+}  # fmt: skip
 
 
 def run(options: TrainOptions) -> None:
@@ -51,9 +55,11 @@ def run(options: TrainOptions) -> None:
         if options.trainer.world_size == 1:
             options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
         make_trainer: Any = make_trl_trainer
-        if options.task in SYSTEM_TASKS:
-            make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
+        if options.task in OWN_TRAINERS:
+            make_trainer = importlib.import_module(OWN_TRAINERS[options.task]).make_trainer
         trainer, fusion = make_trainer(options)
+        if checkpoint and trainer.is_world_process_zero() and (note := note_other_processes(checkpoint, trainer.args)):
+            print(note, flush=True)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
         if options.fuse.capture == "on" or (options.fuse.capture == "auto" and options.task in CAPTURED):
@@ -107,6 +113,19 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
     return None
 
 
+def note_other_processes(checkpoint: str, arguments: Any) -> str | None:
+    """What is not as in an uninterrupted run if the checkpoint was written by another number of processes."""
+    before = len(list(Path(checkpoint).glob("rng_state*.pth")))  # each process writes its own
+    if before in (0, arguments.world_size):
+        return None
+    return (
+        f"{checkpoint} is of a run with another number of processes, {before}, and this run has "
+        f"{arguments.world_size}. Weights, optimizer and schedule go on. A step has the samples that it would have had "
+        "only if processes × --per_device_train_batch_size × --gradient_accumulation_steps is as before. Random "
+        "numbers start anew"
+    )
+
+
 def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     """A TRL task's trainer, and the result of `fuse`, or None."""
     arguments, model_config = options.trainer, options.model
@@ -148,25 +167,88 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
         if parameter.requires_grad and stored_form(trainer.model.config):
             parameter.data = parameter.data.float()
-    return trainer, fuse_trainer(trainer, options)
+    if trainer.is_fsdp_enabled:
+        check_quantized_shards(trainer.model, trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
+    fusion = fuse_trainer(trainer, options)
+    is_packed = getattr(trainer, "padding_free", False) or is_filled_for_capture(trainer, options)
+    if fusion is not None and is_packed and not getattr(trainer, "aux_loss_enabled", False):
+        pad_rows_to_budget(trainer)
+    return trainer, fusion
+
+
+def is_filled_for_capture(trainer: Any, options: TrainOptions) -> bool:
+    """Whether batches without padding, whose lengths all differ, are to fill a token budget: few shapes, each captured.
+
+    Padding up to a budget costs no time where Python is the limit: up to half of the largest batch, by --capture auto.
+    """
+    args, capture = trainer.args, options.fuse.capture
+    can_replay = can_capture(args.device) and args.world_size == 1 and capture != "off"
+    if not can_replay or not getattr(trainer.data_collator, "padding_free", False):
+        return False
+    full = args.max_length * args.per_device_train_batch_size
+    return capture == "on" or count_most_tokens(trainer.model) >= full / 2
+
+
+def pad_rows_to_budget(trainer: Any) -> None:
+    """Let packed rows fill a token budget, so that steps have few shapes, and can be captured.
+
+    Full batches fill the largest of eight budgets; the last batch of an epoch may fill a smaller one.
+    """
+    from tigon.integrations.packing import PackingCollator
+
+    args = trainer.args
+    most = args.max_length * max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    full = args.max_length * args.per_device_train_batch_size
+    budgets = sorted({math.ceil(most * i / 8) for i in range(1, 9)} | {full})
+    pad_token = trainer.data_collator.pad_token_id
+    trainer.data_collator = PackingCollator(max_tokens=budgets, pad_to_budget=True, pad_token_id=pad_token)
+
+
+def check_quantized_shards(model: Any, policy: Any) -> None:
+    """Raise Problem for quantised weights that FSDP cannot gather as they are. policy: FSDP's mixed precision."""
+    compute = getattr(policy, "param_dtype", None)
+    for module in model.modules():
+        if "8bit" in type(module).__name__:
+            raise Problem("--load_in_8bit: FSDP cannot shard 8-bit weights; use --load_in_4bit")
+        stored = module.weight.dtype if hasattr(module, "quant_state") else compute
+        if compute not in (None, stored):
+            names = [str(dtype).removeprefix("torch.") for dtype in (stored, compute)]
+            raise Problem(
+                f"--load_in_4bit: FSDP's mixed precision would cast the 4-bit weights, which are stored as {names[0]}, "
+                f"to {names[1]}; pass --dtype {names[1]}, in which they are stored then"
+            )
 
 
 def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
-    """Fuse the trainer's models and losses. Raises Problem for --shared_prefix true where prompts cannot be shared."""
+    """Fuse the trainer's models and losses.
+
+    Raises: Problem for --shared_prefix true or --packing true where the model or the trainer cannot.
+    """
     if not options.fuse.fuse:
         return None
+    level: Any = options.fuse.recompute  # the parser has validated the value
+    if options.task in HEADLESS:  # no logits over a vocabulary: only the layers are fused
+        from tigon.fusion.engine.model import fuse as fuse_model
+
+        return fuse_model(trainer.model, recompute=level, offload=options.fuse.offload, fp8=options.fuse.fp8)
     from tigon.integrations.trl import fuse
 
     share: Any = {"true": True, "false": False}.get(options.fuse.shared_prefix, "auto")
-    level: Any = options.fuse.recompute  # the parser has validated the value
     if options.task not in SHARING:
         share = False
+    pack: Any = {"true": True, "false": False}.get(options.packing, "auto")
+    if getattr(trainer.args, "packing", False) and trainer.args.packing_strategy == "wrapped":
+        pack = False  # a row is one text, cut to length: no padding
     try:
-        return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload, fp8=options.fuse.fp8)
+        return fuse(
+            trainer, shared_prefix=share, packing=pack, recompute=level, offload=options.fuse.offload,
+            fp8=options.fuse.fp8,
+        )  # fmt: skip
     except ValueError as error:
-        if share is not True:
+        name = next((name for name in ("shared_prefix", "packing") if f"{name}=True" in str(error)), None)
+        if name is None:
             raise
-        raise Problem(f"--shared_prefix true: {one_line(error).rpartition('Trainer: ')[2]}") from error
+        raise Problem(f"--{name} true: {one_line(error).rpartition('Trainer: ')[2]}") from error
 
 
 def find_source(options: TrainOptions) -> Source:
@@ -176,7 +258,7 @@ def find_source(options: TrainOptions) -> Source:
         needs("--load_in_4bit", "quantize", "bitsandbytes")
         if not model.use_peft:
             raise Problem("--load_in_4bit and --load_in_8bit require --use_peft: quantised weights are not trained")
-    source = find_model(name)
+    source = find_model(name, any_model=options.task in HEADLESS)
     if source.kind == "path" and Path(source.name).is_dir():
         check_manifest(Path(source.name))
     if stored_form(source.config) and not model.use_peft:
@@ -209,7 +291,8 @@ def find_tokenizer(options: TrainOptions, source: Source, texts: Any) -> Any:
         raise Problem(
             "the tokenizer has neither an end-of-text nor a padding token; choose another with --tokenizer_name_or_path"
         )
-    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    if options.task not in HEADLESS:
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     return tokenizer
 
 
@@ -267,7 +350,10 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
 
 def save(trainer: Any, output: Path) -> None:
     """Write the trained model and the tokenizer, with a manifest by which other commands detect damaged files."""
-    trainer.model.config.use_cache = True
+    if hasattr(config := getattr(trainer.model, "config", None), "use_cache"):
+        config.use_cache = True  # type: ignore[union-attr]
+    if trainer.is_fsdp_enabled:  # checkpoints may be shards, which from_pretrained cannot read
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(output / "trainer_state.json"))
@@ -278,5 +364,5 @@ def save(trainer: Any, output: Path) -> None:
 
 
 def seal_model(output: Path) -> None:
-    names = sorted({file.name for pattern in PRETRAINED for file in output.glob(pattern)})
+    names = sorted({file.relative_to(output).as_posix() for pattern in PRETRAINED for file in output.glob(pattern)})
     write_manifest(output, names, largest=CRC_LIMIT)

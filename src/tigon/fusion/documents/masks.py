@@ -23,7 +23,9 @@ from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.shared_prefix.attention import Shared
 
 CHUNKED = "create_chunked_causal_mask"
-MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED)
+# Makes the masks of a text model in the model around it, as Gemma 3 with images does.
+OUTSIDE = "create_masks_for_generate"
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED, OUTSIDE)
 # Attention that takes a dense mask. Flash attention reads packed batches itself.
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
@@ -58,13 +60,19 @@ class PackedForward:
 
     forward: the decoder's forward, rewritten by `make_globals`. keys: the ledger's keys for the decoder's attention.
     defers: whether all attention in the decoder reads a `PackedMask`; else the dense masks keep documents apart.
-    find_leaks: names the modules that do not; called once, at the first packed call.
+    find_leaks: names the modules that do not; called once, at the first packed call. has_decoder: whether a decoder
+        inside runs packed calls, too.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], keys: tuple[str, ...], defers: bool, find_leaks: Callable[[Any], list[str]]
+        self,
+        forward: Callable[..., Any],
+        keys: tuple[str, ...],
+        defers: bool,
+        find_leaks: Callable[[Any], list[str]],
+        has_decoder: bool = False,
     ) -> None:
-        self.forward, self.keys, self.defers = forward, keys, defers
+        self.forward, self.keys, self.defers, self.has_decoder = forward, keys, defers, has_decoder
         self.find_leaks: Callable[[Any], list[str]] | None = find_leaks
         code = inspect.unwrap(forward).__code__
         self.names = code.co_varnames[1 : code.co_argcount]
@@ -178,9 +186,12 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             changes = {"position_ids": call.documents.get_positions(), "past_key_values": None, "attention_mask": None}
             return original(**{**given, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
 
-        if not call.defers:
+        is_changed = any(given.get(change) is not None for change in CHANGES)
+        if name == OUTSIDE and call.forward.has_decoder and not is_changed:
+            return None  # the decoder inside makes its own
+        if not call.defers or name == OUTSIDE:
             return build()
-        if name == CHUNKED or any(given.get(change) is not None for change in CHANGES):
+        if is_changed or name == CHUNKED:
             call.count_fallback("the model's mask is more than causal")
             return build()
         return PackedMask(call, config.sliding_window if "sliding" in name else None, build)

@@ -64,7 +64,9 @@ class Ledger:
         self.check_arguments: Callable[[Mapping[str, Any]], None] | None = None
         self.around: Callable[..., Any] | None = None
         self.steps = 0
-        self.calls: Counter[tuple[str, Any]] = Counter()
+        self._counts: Counter[tuple[str, Any]] = Counter()
+        # By the identity of a tuple of keys: the tuple, and how often all of its keys have been counted together.
+        self._together: dict[int, list[Any]] = {}
         self.built_by: Counter[str] = Counter()
         self.fallbacks: dict[tuple[str, Any], Counter[str]] = {}
         self.outside = 0
@@ -137,9 +139,39 @@ class Ledger:
         if torch.compiler.is_compiling():  # a counter in compiled code would cause a recompilation at every step
             return
         if outside or not self.has_entrance or self.is_running or torch._C._current_graph_task_id() != -1:
-            self.calls[kind, key] += 1
+            self._counts[kind, key] += 1
         else:
             self.outside += 1
+
+    @property
+    def calls(self) -> Counter[tuple[str, Any]]:
+        """How often each part ran in this step, by kind and key."""
+        for keys, number in list(self._together.values()):
+            for key in keys:
+                self._counts[key] += number
+        self._together.clear()
+        return self._counts
+
+    def count_all(self, keys: tuple[tuple[str, Any], ...]) -> None:
+        """Count one call for each kind and key, as `count` does. The same tuple each time: keys are slow to hash."""
+        if self.has_entrance and not self.is_running and torch._C._current_graph_task_id() == -1:
+            self.outside += len(keys)
+            return
+        counted = self._together.get(id(keys))
+        if counted is None:
+            self._together[id(keys)] = [keys, 1]
+        else:
+            counted[1] += 1
+
+    @contextlib.contextmanager
+    def leave_uncounted(self) -> Iterator[None]:
+        """Calls of the model inside are no steps, and none of them counts."""
+        steps, calls = self.steps, self.calls.copy()
+        try:
+            yield
+        finally:
+            self.steps, self._counts = steps, calls
+            self._together.clear()
 
     def count_fallback(self, kind: str, key: Any, why: str) -> None:
         """Count a replaced forward that ran the module's own code. key: as in `count`; None for a whole kind.

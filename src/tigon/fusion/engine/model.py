@@ -192,6 +192,7 @@ class Fusion:
         totals: Counter[str] = Counter()
         for (kind, _), calls in ledger.calls.items():
             totals[kind] += calls
+        whole_layers = totals.pop("layer", 0)  # which count as their parts too
         rows = []
         for row, count in record.rows.items():
             kind, name, fused, what = row
@@ -223,6 +224,7 @@ class Fusion:
             unfused_adapters=ledger.unfused_adapters,
             adapters_off=ledger.adapters_off,
             adapters_before=ledger.adapters_before,
+            whole_layers=whole_layers,
         )
 
     def explain(self, name: str) -> Explanation:

@@ -78,6 +78,7 @@ class Patch:
     is_inner: whether this is a backbone's forward, which begins a step only where it is called alone.
     packed: in a decoder, what runs packed calls: packed(ledger, module, forward, *args, **kwargs).
     rewritten_by: parts that have rewritten this forward since, in order.
+    whole: for a decoder layer, what runs the whole layer where all its parts are plain; see parts/decoder_layer.py.
     """
 
     fusion: Any = None
@@ -89,6 +90,7 @@ class Patch:
     is_inner = False
     packed: Callable[..., Any] | None = None
     rewritten_by: tuple[Any, ...] = ()
+    whole: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -115,15 +117,18 @@ class Patch:
         if self.act is None:
             return True
         act = get_child(module, self.formula.act_module)
-        if act is not self.act or is_hooked(act):
+        if act is not self.act or (is_hooked(act) and not has_idle_hooks(act)):
             return False
         return not self.watched_act or all(getattr(act, name, self) == value for name, value in self.watched_act)
 
-    def is_entire_call(self, module: nn.Module) -> bool:
-        """Whether calling the module runs this forward alone: neither the module nor all modules have hooks."""
+    def is_entire_call(self, module: nn.Module, *, idle: bool = False) -> bool:
+        """Whether calling the module runs this forward alone: neither the module nor all modules have hooks.
+
+        idle: hooks that have nothing to do now are allowed.
+        """
         return (
             self.is_installed_on(module)
-            and not is_hooked(module)
+            and (not is_hooked(module) or (idle and has_idle_hooks(module)))
             and not torch.nn.modules.module._has_any_global_hook()
         )
 
@@ -138,6 +143,7 @@ class Patch:
         # When the whole model is copied, the copy gets a Fusion once the modules are copied.
         fusion = self.fusion if ledger is self.ledger else None
         vars(copied).update(vars(self), ledger=ledger, act=act, before=before, fp8=fp8, formula=formula, fusion=fusion)
+        copied.whole = copy.copy(self.whole)
         return copied
 
 
@@ -159,6 +165,22 @@ def is_hooked(module: nn.Module) -> bool:
         or state["_backward_hooks"]
         or state.get("_backward_pre_hooks")
     )
+
+
+def has_idle_hooks(module: nn.Module) -> bool:
+    """Whether all hooks on a module are those of DeepSpeed's ZeRO-3, which has nothing to gather for its call now.
+
+    ZeRO-3 has hooks on every module, also on activations. Small weights it keeps from one step to the next, but frees
+    them at any time when the modules come in another order than before: who goes without the call copies the weight.
+    """
+    state = vars(module)
+    if "ds_id" not in state or state["_modules"] or state["_backward_hooks"] or state.get("_backward_pre_hooks"):
+        return False
+    for p in state["_parameters"].values():
+        if p is not None and not (getattr(p, "ds_persist", False) and p.ds_status.name == "AVAILABLE"):
+            return False
+    hooks = (*state["_forward_pre_hooks"].values(), *state["_forward_hooks"].values())
+    return all((getattr(hook, "__module__", None) or "").startswith("deepspeed.") for hook in hooks)
 
 
 def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> None:

@@ -50,6 +50,10 @@ def dtype_of_head(dtype: str) -> Reason:
     return Reason(f"its weight is {dtype}", advice)
 
 
+def score_head(outputs: int) -> Reason:
+    return Reason(f"its logits cost nothing: {outputs} for each input, and none over a vocabulary")
+
+
 # Why a fused part ran the module's own code in a step.
 NOT_CALLED = "the model did not call it"
 NO_LABELS_CAME = (

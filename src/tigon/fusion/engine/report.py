@@ -39,6 +39,8 @@ class Report:
     adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
     adapters_before: layers with adapters that ran fused in the most recent earlier step in which any did.
 
+    whole_layers: decoder layers that ran as a whole in the last step, all parts together.
+
     str(report) is a table for one screen; to_dict() is JSON; to_rich() a rich table.
     """
 
@@ -61,6 +63,7 @@ class Report:
     unfused_adapters: dict[str, int] = field(default_factory=dict)
     adapters_off: int = 0
     adapters_before: int = 0
+    whole_layers: int = 0
 
     @property
     def fused_rows(self) -> list[Row]:
@@ -90,6 +93,8 @@ class Report:
             return " ".join([text, *alone, *self.under_compile])
         ran = ", ".join(f"{kind} {self.calls.get(kind, 0)}" for kind in self.kinds)
         text = f"Ran in the last step: {ran}."
+        if self.whole_layers:
+            text += f" Decoder layers that ran as a whole: {self.whole_layers}."
         if self.logits_built_by:
             text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
         if self.unfused_heads:

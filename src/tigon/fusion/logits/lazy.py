@@ -15,10 +15,8 @@ So the model's own forward and loss run unchanged, and soft-capping and logit sc
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tigon.fusion.logits.recipe import Recipe, fusable, is_number
+from tigon.fusion.logits.sharded_head import find_frame, find_zero3_hook, is_zero3_caller
 
 
 class LazyLogits(Tensor):
@@ -92,7 +91,14 @@ class LazyLogits(Tensor):
         Reentrant checkpointing adds such a node.
         """
         graph = self._graph()
-        return graph is not self.node and not _only_passes_on(graph)
+        if graph is self.node or _only_passes_on(graph):
+            return False
+        hook = find_zero3_hook(graph)
+        if hook is None:
+            return True
+        self.recipe.waiting.hooks.append(hook)
+        self.node = graph
+        return False
 
     def pending(self) -> bool:
         """Whether neither these logits nor the logits that they view have been built."""
@@ -231,14 +237,15 @@ class _Unbuilt(torch.autograd.Function):
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Any, ...]:
         needed, recipe = ctx.needs_input_grad[2:], ctx.recipe
         again = torch.is_grad_enabled()  # create_graph=True: the gradient keeps a graph
-        with torch.enable_grad():
-            leaves = [
-                t if t is None or again else t.detach().requires_grad_(need)
-                for t, need in zip((recipe.hidden, recipe.weight, recipe.bias), needed, strict=True)
-            ]
-            logits = recipe._with(**dict(zip(("hidden", "weight", "bias"), leaves, strict=True))).logits()
-        wanted = [t for t, need in zip(leaves, needed, strict=True) if t is not None and need]
-        grads = iter(torch.autograd.grad(logits, wanted, dlogits, create_graph=again))
+        with recipe.gather():
+            with torch.enable_grad():
+                leaves = [
+                    t if t is None or again else t.detach().requires_grad_(need)
+                    for t, need in zip((recipe.hidden, recipe.weight, recipe.bias), needed, strict=True)
+                ]
+                logits = recipe._with(**dict(zip(("hidden", "weight", "bias"), leaves, strict=True))).logits()
+            wanted = [t for t, need in zip(leaves, needed, strict=True) if t is not None and need]
+            grads = iter(torch.autograd.grad(logits, wanted, dlogits, create_graph=again))
         return None, None, *(next(grads) if need else None for need in needed)
 
 
@@ -314,14 +321,15 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
 
 def _clone(lazy: LazyLogits, **options: Any) -> Any:
     """Note DDP's clone of the model's outputs. Any other caller wants today's values: the weight may change."""
-    frame: FrameType | None = sys._getframe(1)
-    depth = 0
-    while frame is not None and depth < 8 and frame.f_globals.get("__name__") != "torch.nn.parallel.distributed":
-        frame, depth = frame.f_back, depth + 1
-    if options or frame is None or depth == 8:
+    if options or find_frame("torch.nn.parallel.distributed", 8) is None:
         return NotImplemented
     with lazy._grad_mode():
         return LazyLogits._make(lazy.recipe, torch.empty_like(lazy.like))
+
+
+def _detach(lazy: LazyLogits) -> Any:
+    """Note the step by which ZeRO-3 puts its node behind a module's output."""
+    return LazyLogits._make(lazy.recipe, lazy.like) if is_zero3_caller() else NotImplemented
 
 
 def _contiguous(lazy: LazyLogits, **options: Any) -> Any:
@@ -390,7 +398,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     index = (*index[:at], *fill, *index[at + len(dots) :])
     rows, words = index[:-1], index[-1]
     start, count, step = words.indices(lazy.shape[-1])
-    if start != 0 or step != 1 or count == 0 or (lazy.recipe.split and count != lazy.shape[-1]):
+    if start != 0 or step != 1 or count == 0 or (count != lazy.shape[-1] and not lazy.recipe.has_columns):
         return NotImplemented
 
     def take(recipe: Recipe) -> Recipe:
@@ -483,7 +491,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add, torch.add: _add, Tensor.__add__: _add,
     Tensor.tanh: _tanh, torch.tanh: _tanh, F.tanh: _tanh,
     Tensor.float: _float, Tensor.to: _to, Tensor.contiguous: _contiguous,
-    Tensor.clone: _clone, torch.clone: _clone,
+    Tensor.clone: _clone, torch.clone: _clone, Tensor.detach: _detach,
     Tensor.view: _view, Tensor.reshape: _reshape_method,
     torch.reshape: _reshape_method, Tensor.flatten: _flatten, torch.flatten: _flatten,
     Tensor.__getitem__: _getitem, Tensor.__format__: _format,

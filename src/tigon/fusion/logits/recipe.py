@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.fusion.logits.fsdp_head import Regather, is_released
 from tigon.fusion.logits.labels import plain, valid_count
+from tigon.fusion.logits.sharded_head import Regather, full_shape, is_released
 from tigon.fusion.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
 from tigon.kernels import autocast_dtype
 from tigon.kernels.autocast import autocast_as
@@ -37,7 +37,7 @@ class GradientHooks:
     """
 
     def __init__(self) -> None:
-        self.hooks: list[Callable[[Tensor], Tensor]] = []
+        self.hooks: list[Callable[[Tensor], Tensor | None]] = []
         self.in_vain = False
 
 
@@ -83,8 +83,8 @@ class Recipe:
                 return None
             hidden, tensors = whole, (whole, *map(here, tensors[1:]))
         for t in tensors:
-            # A DTensor, a ZeRO-3 shard or any other subclass overrides F.linear.
-            if type(t) not in (Tensor, torch.nn.Parameter) or hasattr(t, "ds_id") or t.dtype not in DTYPES:
+            # A DTensor or any other subclass overrides F.linear.
+            if type(t) not in (Tensor, torch.nn.Parameter) or t.dtype not in DTYPES or is_released(t):
                 return None
             if t.device != hidden.device or (autocast is None and t.dtype != hidden.dtype):
                 return None
@@ -107,7 +107,7 @@ class Recipe:
 
     def plus(self, other: Any) -> Recipe | None:
         """The recipe with a vector added, as in Bart and Marian; None if `other` is no vector or a step came before."""
-        V = self.weight.shape[0]
+        V = full_shape(self.weight)[0]
         if self.split:
             return None
         if type(other) not in (Tensor, torch.nn.Parameter) or other.numel() != V or other.shape[-1:] != (V,):
@@ -126,8 +126,13 @@ class Recipe:
         """The same logits for other rows: `take` maps hidden states as the caller mapped the logits."""
         return self._with(hidden=take(self.hidden))
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether `columns` has a recipe: a slice of a split weight, or of one that gets new memory, is none."""
+        return not self.split and (self.regather is None or self.regather.keeps_memory)
+
     def columns(self, count: int) -> Recipe:
-        """The logits for the first `count` words. A split head has no such recipe."""
+        """The logits for the first `count` words."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
         with self.gather():

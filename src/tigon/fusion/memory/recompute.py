@@ -45,6 +45,7 @@ TRANSPOSED, PRODUCT = ("TBackward0", "TransposeBackward0"), "UnsafeViewBackward0
 # torch has no public way to ask which hooks are on top, or whether hooks are allowed.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+_pass_by_hooks = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", lambda passing: False)
 
 
 class Recompute:
@@ -136,6 +137,19 @@ class Recompute:
             running.note(results, again, *inputs, where_known=where_known)
 
     @staticmethod
+    def leave_out(count: int, size: int) -> None:
+        """Count results, of `size` bytes together, that an operator recomputes by itself where `is_cheap` holds."""
+        running = _running()
+        if running is not None:
+            running.tensors += count
+            running.bytes += size
+
+    def is_cheap(self) -> bool:
+        """Whether norm results of the operations that run now are recomputed."""
+        running = _running() if self.cheap else None
+        return running is not None and running.cheap
+
+    @staticmethod
     def is_running() -> bool:
         """Whether Tigon's hooks see the tensors saved now: not inside a checkpoint, and not outside `forward()`."""
         return _running() is not None
@@ -153,6 +167,21 @@ class Recompute:
         """
         hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
         return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
+
+
+class without_recipes:
+    """Inside, autograd saves tensors without asking the hooks: for an operator that recomputes results by itself."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        if self._wanted:
+            self._before = _pass_by_hooks(True)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._wanted:
+            _pass_by_hooks(self._before)
 
 
 class Pass:

@@ -33,7 +33,7 @@ class DocumentsPart(Part):
         from tigon.fusion.documents.recognize import list_attention
 
         decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
-        for decoder in decoders:
+        for decoder in reversed(decoders):  # a decoder before the models around it
             if getattr(getattr(decoder, "config", None), "is_encoder_decoder", False):
                 continue
             rewritten = site.get_rewritten(type(decoder).forward, self.kind, make_globals)
@@ -43,16 +43,19 @@ class DocumentsPart(Part):
                 continue
             inside = [m for m in decoders if m is not decoder and any(m is inner for inner in decoder.modules())]
             layers: list[Any] = [] if inside else list_attention(decoder)
-            names = {id(layer): get_implementation(layer.config) for layer in layers}
-            if not {*names.values()} <= {*DENSE}:
-                for layer in layers:
-                    site.record_skipped(self, layer, Reason(f"{names[id(layer)]} reads packed batches itself"))
+            named = [get_implementation(layer.config) for layer in layers]
+            if not {*named} <= {*DENSE}:
+                for layer, name in zip(layers, named, strict=True):
+                    site.record_skipped(self, layer, Reason(f"{name} reads packed batches itself"))
                 continue
             keys = [type(layer).__name__ for layer in layers if self._fuse_attention(site, layer)]
             if not layers and not inside:
                 site.record_skipped(self, decoder, NO_REGISTRY)
             all_read = bool(layers) and len(keys) == len(layers)
-            site.packed[decoder] = PackedForward(rewritten, tuple(dict.fromkeys(keys)), all_read, find_leaks)
+            names = tuple(dict.fromkeys(keys))
+            site.packed[decoder] = PackedForward(
+                rewritten, names, all_read, find_leaks, any(m in site.packed for m in inside)
+            )
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""

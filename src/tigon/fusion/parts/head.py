@@ -21,12 +21,13 @@ from tigon.fusion.engine.reasons import (
     REPLACED,
     Reason,
     dtype_of_head,
+    score_head,
 )
 from tigon.fusion.engine.step import find_labels_position
 from tigon.fusion.logits.compiled import CompiledLogits
-from tigon.fusion.logits.fsdp_head import find_regather
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import DTYPES, Recipe
+from tigon.fusion.logits.sharded_head import find_regather
 from tigon.fusion.logits.split import is_gathered, is_gathering_forward, is_split
 from tigon.fusion.parts.sharded_rows import is_dtensor
 from tigon.kernels import is_exporting
@@ -58,8 +59,6 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _why_plain(head: Any) -> str:
     if is_dtensor(head.weight):
         return "its weight is a DTensor, and its logits are gathered in an unsupported way"
-    if hasattr(head.weight, "ds_id"):
-        return "its weight is partitioned by DeepSpeed's ZeRO-3"
     return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not match the hidden states"
 
 
@@ -89,8 +88,9 @@ class Head(Part):
             if self._fuse_head(site, owner, head):
                 owners.append(owner)
         if not seen:
-            for layer in _classifiers_of_words(site):
-                site.record_skipped(self, layer, NO_HEAD)
+            scores = _score_heads(site)
+            for layer in scores or _classifiers_of_words(site):
+                site.record_skipped(self, layer, score_head(layer.out_features) if scores else NO_HEAD)
         site.entrances += owners
         site.entrances += [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
@@ -148,7 +148,19 @@ class _Heads:
         return copied
 
 
-def _classifiers_of_words(site: Site) -> list[nn.Module]:
+def _score_heads(site: Site) -> list[nn.Linear]:
+    """The heads of classifiers, reward models and rerankers: outside the base model, with an output for each label."""
+    found: list[nn.Linear] = []
+    for owner in site.modules():
+        labels, base = getattr(getattr(owner, "config", None), "num_labels", None), getattr(owner, "base_model", None)
+        if isinstance(labels, int) and isinstance(base, nn.Module) and base is not owner:
+            inside = {id(module) for module in base.modules()}
+            heads = [m for m in owner.modules() if _is_linear(m) and m.out_features == labels and id(m) not in inside]
+            found += [head for head in heads if not any(head is other for other in found)]
+    return found
+
+
+def _classifiers_of_words(site: Site) -> list[nn.Linear]:
     """The linear layers with an output for each row in the model's largest embedding, the vocabulary.
 
     Sequence and image classifiers have other outputs, and gain no memory from a loss without logits.
@@ -168,7 +180,8 @@ def get_head(owner: Any) -> Any:
 
 
 def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
-    """The head itself, or the linear layers that PEFT's modules_to_save chooses from."""
+    """The head itself, also in an FSDP1 unit, or the linear layers that PEFT's modules_to_save chooses from."""
+    head = getattr(head, "_fsdp_wrapped_module", head)
     if _is_linear(head):
         yield head
     elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):

@@ -201,7 +201,8 @@ def _read_frozen(layer: LoRA, x: Tensor, weight: Tensor, cast: torch.dtype | Non
 
 def _read_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | None:
     """The weight; None where the layer has to multiply by itself."""
-    state = getattr(base.weight, "quant_state", None)
+    # FSDP2 gathers a plain tensor; the layer keeps the state, as bitsandbytes' own forward reads it then.
+    state = getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)
     if state is None:
         return NO_STATE
     if getattr(state, "packing_format_for_cpu", False):
@@ -210,7 +211,7 @@ def _read_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | N
         base.set_compute_type(x)
         base.compute_type_is_set = True
     fits = base.compute_dtype in (None, dtype) and (base.compute_dtype is not None or dtype == x.dtype)
-    return FourBit.from_parameter(base.weight) if fits and base.weight.device == x.device else None
+    return FourBit.from_parameter(base.weight, state=state) if fits and base.weight.device == x.device else None
 
 
 # -------------------------------------------------------------------------------------------------------- frozen layers

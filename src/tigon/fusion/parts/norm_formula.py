@@ -130,6 +130,8 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         small = sum(1 for _ in module.modules()) <= 3  # larger modules are layers that contain a norm
         return Reason("it has additional modules or buffers") if named and small else None
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
+    if hasattr(module, "quant_state"):  # packed into a vector; bitsandbytes' layers change their state when called
+        return None
     shapes = [get_full_shape(p) for p in parameters.values()]
     if any(n.numel() > max(n, default=1) for n in shapes):  # matrices
         return Reason("its weight is not a vector") if named else None

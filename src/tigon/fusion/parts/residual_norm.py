@@ -24,6 +24,15 @@ the norm's backward pass sums the stream's two gradients, and an adapted MLP add
 
     hidden_states = self.mlp(hidden_states)                 →  hidden_states = _tigon_add_unit(
     hidden_states = residual + hidden_states                       self.mlp, residual, hidden_states)
+
+Where the statements are those of a whole layer (norm, attention, sum, norm, MLP, sum), they run only if the layer does
+not run as a whole (decoder_layer.py):
+
+    _tigon_y = _tigon_layer(self, hidden_states, "hidden_states", attention_mask=attention_mask, …)
+    if _tigon_y is None:
+        the statements
+    else:
+        hidden_states = _tigon_y
 """
 
 from __future__ import annotations
@@ -51,6 +60,7 @@ from tigon.ops.forked_rms_norm import forked_rms_norm
 from tigon.ops.rms_norm import rms_norm
 
 _SUM, _FORK, _UNIT, _RESULT = "_tigon_add_norm", "_tigon_fork_norm", "_tigon_add_unit", "_tigon_norm"
+_LAYER, _WHOLE = "_tigon_layer", "_tigon_y"
 
 
 class ResidualNorm(Part):
@@ -102,7 +112,7 @@ def make_layer_forward(site: Site, forward: Any) -> Any:
 
 
 def _make_globals(fn: types.FunctionType) -> dict[str, Any]:
-    return {_SUM: functools.partial(add_norm, name_forward(fn)), _FORK: fork_norm, _UNIT: add_unit}
+    return {_SUM: functools.partial(add_norm, name_forward(fn)), _FORK: fork_norm, _UNIT: add_unit, _LAYER: run_whole}
 
 
 def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
@@ -114,14 +124,14 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
     formula = patch.formula
     weight = None if formula.weight is None else get_child(norm, formula.weight)
     dtype = one.dtype if one.dtype == other.dtype else torch.promote_types(one.dtype, other.dtype)
-    if not patch.is_entire_call(norm) or not norm_fits(one, weight, formula, dtype):
+    if not patch.is_entire_call(norm, idle=True) or not norm_fits(one, weight, formula, dtype):
         total = one + other
         return total, norm(total)
     patch.ledger.count("norm", patch.key)
     patch.ledger.count("add_norm", layer)
     if patch.fp8 is not None and (made := norm_in_rows(norm, patch, other, one, False)):
         return made
-    options = formula.form(norm).options
+    weight, options = _keep(weight), formula.form(norm).options
     normed, total = add_rms_norm(other, one, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), total, weight)
     return total, normed
@@ -133,7 +143,7 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     if torch.compiler.is_compiling() or type(x) is not Tensor or is_functorch_active():
         return x, norm(x)
     patch: Patch | None = vars(norm).get("_tigon") if is_rms_norm(norm) else None
-    if patch is None or not patch.ledger.active or not patch.is_entire_call(norm):
+    if patch is None or not patch.ledger.active or not patch.is_entire_call(norm, idle=True):
         return x, norm(x)
     if not x.requires_grad and patch.fp8 is None:
         return x, norm(x)
@@ -148,7 +158,7 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     if not x.requires_grad:
         return x, norm(x)
     patch.ledger.count("norm", patch.key)
-    options = formula.form(norm).options
+    weight, options = _keep(weight), formula.form(norm).options
     normed, stream = forked_rms_norm(x, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), x, weight)
     return stream, normed
@@ -160,6 +170,24 @@ def add_unit(unit: Any, residual: Any, x: Any) -> Any:
     add = None if patch is None else getattr(patch.part, "add", None)
     total = None if add is None else add(unit, residual, x)
     return residual + unit(x) if total is None else total
+
+
+def run_whole(layer: Any, x: Any, name: str | None, *args: Any, **kwargs: Any) -> Any:
+    """The layer's result for x, by a part that runs whole layers; None where the statements have to run.
+
+    name: the keyword by which attention takes the hidden states; None: they are the first argument. args, kwargs:
+    attention's other arguments.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    patch: Patch | None = vars(layer).get("_tigon")
+    whole = None if patch is None else patch.whole
+    return None if whole is None else whole(layer, x, name, *args, **kwargs)
+
+
+def _keep(weight: Tensor | None) -> Tensor | None:
+    """The weight until the backward pass: a copy where ZeRO-3 may free the weight, which its hooks would gather."""
+    return weight.clone() if weight is not None and hasattr(weight, "ds_id") else weight
 
 
 def _is_plain_sum(one: Any, other: Any) -> bool:
@@ -185,7 +213,32 @@ class _Edit(NamedTuple):
     norm: str | None
 
 
+class LayerNames(NamedTuple):
+    """The children of a layer whose forward is norm, attention, sum, norm, MLP, sum."""
+
+    first_norm: str
+    attention: str
+    second_norm: str
+    mlp: str
+
+
+class _WholeLayer(NamedTuple):
+    """The statements of such a layer, from `at` on in a body. x, y: its input's and its result's name."""
+
+    names: LayerNames
+    statements: list[ast.stmt]
+    at: int
+    x: str
+    y: str
+    call: ast.Call
+    keyword: str | None
+
+
+_STATEMENTS = 8
+
+
 def _join_statements(function: ast.FunctionDef) -> None:
+    whole = _find_layer(function)
     # A statement is rewritten once: a norm after a sum comes first, then a unit's sum, then the stream beside a norm.
     edits: list[_Edit] = []
     for find in (_find_sums, _find_units, _find_forks):
@@ -196,6 +249,24 @@ def _join_statements(function: ast.FunctionDef) -> None:
         last = statements[until]
         statements[at] = made
         statements[until] = ast.copy_location(ast.Pass(), last) if norm is None else _ResultInPlace(norm).visit(last)
+    if whole is not None:
+        _run_whole_first(whole)
+
+
+def _run_whole_first(whole: _WholeLayer) -> None:
+    """Put the call that runs a whole layer before its statements."""
+    statements, call, until = whole.statements, whole.call, whole.at + _STATEMENTS
+    first = statements[whole.at]
+    leading = [_make_load("self"), _make_load(whole.x), ast.Constant(whole.keyword)]
+    arguments = call.args if whole.keyword else call.args[1:]
+    keywords = [k for k in call.keywords if k.arg is None or k.arg != whole.keyword]
+    run = ast.Call(_make_load(_LAYER), [*leading, *arguments], keywords)
+    is_none = ast.Compare(_make_load(_WHOLE), [ast.Is()], [ast.Constant(None)])
+    done = ast.Assign([ast.Name(whole.y, ast.Store())], _make_load(_WHOLE))
+    statements[whole.at : until] = [
+        ast.copy_location(ast.Assign([ast.Name(_WHOLE, ast.Store())], run), first),
+        ast.copy_location(ast.If(is_none, statements[whole.at : until], [ast.copy_location(done, first)]), first),
+    ]
 
 
 def _make_load(name: str) -> ast.expr:
@@ -224,6 +295,62 @@ class _ResultInPlace(ast.NodeTransformer):
         if called is not None and called[0] == self.norm:
             return ast.copy_location(ast.Name(_RESULT, ast.Load()), node)
         return self.generic_visit(node)
+
+
+@functools.lru_cache(maxsize=4096)
+def read_layer(forward: Any) -> LayerNames | None:
+    """The children that a forward calls, if it is a whole layer's; None for any other forward."""
+    function = parse_function(forward)
+    whole = None if function is None else _find_layer(function)
+    return None if whole is None else whole.names
+
+
+def _find_layer(function: Any) -> _WholeLayer | None:
+    body = function.body
+    return next(filter(None, (_read_layer(function, body, at) for at in range(len(body) - _STATEMENTS + 1))), None)
+
+
+def _read_layer(function: Any, body: list[ast.stmt], at: int) -> _WholeLayer | None:
+    match body[at : at + _STATEMENTS]:
+        case [
+            ast.Assign([ast.Name(stream)], ast.Name(x)),
+            ast.Assign([ast.Name(normed)], ast.Call() as first),
+            ast.Assign([ast.Tuple([ast.Name(made), ast.Name(weights)])], ast.Call() as call),
+            ast.Assign([ast.Name(total)], ast.BinOp(ast.Name(left), ast.Add(), ast.Name(right))),
+            ast.Assign([ast.Name(second_stream)], ast.Name(kept)),
+            ast.Assign([ast.Name(second_normed)], ast.Call() as second),
+            ast.Assign([ast.Name(unit)], ast.Call() as mlp),
+            ast.Assign([ast.Name(y)], ast.BinOp(ast.Name(last_left), ast.Add(), ast.Name(last_right))),
+        ]:
+            pass
+        case _:
+            return None
+    calls = [called for node in (first, second, mlp) if (called := _read_call(node)) is not None]
+    attention = call.func
+    if len(calls) != 3 or not isinstance(attention, ast.Attribute) or not isinstance(attention.value, ast.Name):
+        return None
+    flow = (x, total, second_normed), (left, right), (kept,), (last_left, last_right)
+    if flow != (tuple(c[1] for c in calls), (stream, made), (total,), (second_stream, unit)):
+        return None
+    # Attention takes the normed states once, and nothing else that these statements make.
+    given: list[tuple[str | None, ast.expr]] = [(None, call.args[0])] if call.args else []
+    given += [(k.arg, k.value) for k in call.keywords if k.arg is not None]
+    places = [name for name, value in given if isinstance(value, ast.Name) and value.id == normed]
+    values = [*call.args, *(k.value for k in call.keywords)]
+    names = [value.id for value in values if isinstance(value, ast.Name)]
+    if attention.value.id != "self" or len(places) != 1 or len(names) != len(values) or names.count(normed) != 1:
+        return None
+    if {stream, weights} & {*names, y, x} or weights in (made, stream, normed):
+        return None
+    if stream in (normed, made) or second_stream in (second_normed, unit):
+        return None
+    # Later statements see the layer's result alone.
+    inside = {stream, normed, made, weights, total, second_stream, second_normed, unit} - {y}
+    for statement in body[at + _STATEMENTS :]:
+        if any(isinstance(node, ast.Name) and node.id in inside for node in ast.walk(statement)):
+            return None
+    found = LayerNames(calls[0][0], attention.attr, calls[1][0], calls[2][0])
+    return _WholeLayer(found, body, at, x, y, call, places[0])
 
 
 def _find_sums(function: Any, used: Any = ()) -> Iterator[_Edit]:

@@ -27,7 +27,7 @@ ARGUMENT = "shared_prefix"
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Tensors that models hand to every attention function, and that add no information to the layout.
 HARMLESS = {
-    "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "position_ids", "seq_idx", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "num_items_in_batch", "logits_to_keep",
 }  # fmt: skip
 

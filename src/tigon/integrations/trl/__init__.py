@@ -22,6 +22,7 @@ Source: TRL 1.16, https://github.com/huggingface/trl
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ from torch import nn
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.model import fuse as fuse_model
 from tigon.fusion.engine.report import Report, Row
+from tigon.fusion.parts.head import get_head
+from tigon.integrations.packing.padding_free import Packing, PaddingFree, describe_tokens, drop_padding
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection, why_whole_logits
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
@@ -41,8 +44,9 @@ ROLES = {"model": "policy", "ref_model": "reference", "teacher_model": "teacher"
 
 
 def fuse(
-    trainer: Any, *, losses: bool = True, keep_bytes: int = 0, shared_prefix: Share = False, **options: Any
-) -> TrainerFusion:
+    trainer: Any, *, losses: bool = True, keep_bytes: int = 0, shared_prefix: Share = False, packing: Packing = False,
+    **options: Any,
+) -> TrainerFusion:  # fmt: skip
     """Make a TRL trainer's loss run without logits and its models' layers fused, in place and reversibly.
 
     Args:
@@ -53,12 +57,15 @@ def fuse(
         shared_prefix: True computes a prompt once for all its completions (GRPO, RLOO) or answers (DPO) in a
             micro-batch, with the same losses and gradients; a GRPO micro-batch then has whole groups. "auto" does so
             where at least a quarter of the tokens are prompt tokens, and the model and the trainer support it.
+        packing: True runs each padded micro-batch as one packed row without padding, with the same losses, metrics and
+            gradients. "auto" does so where the model's attention needs no dense mask for a packed row, and for
+            micro-batches with at least 5 % padding. Rows that TRL packed itself (SFTConfig.packing) run as they are.
         options: for `tigon.fuse`, on each model that the trainer holds (parts=…, recompute=…).
     Returns: a TrainerFusion. `report()` lists the replacements, how often each ran in the last training step, and the
         calls left to TRL with reasons; `remove()` restores everything. Also a context manager. If the trainer is
         already fused, its TrainerFusion is returned unchanged.
-    Raises: TypeError if trainer is not a trainer; ValueError with shared_prefix=True for a model or trainer that does
-        not support it.
+    Raises: TypeError if trainer is not a trainer; ValueError with shared_prefix=True or packing=True for a model or
+        trainer that does not support it.
 
         trainer = DPOTrainer(model, args=config, train_dataset=pairs, processing_class=tokenizer)
         fusion = tigon.integrations.trl.fuse(trainer)
@@ -78,7 +85,9 @@ def fuse(
             models[role] = held
     if shared_prefix not in (True, False, "auto"):
         raise ValueError(f"fuse: shared_prefix must be True, False or 'auto', got {shared_prefix!r}.")
-    fusion = TrainerFusion(trainer, models, losses, keep_bytes, options, shared_prefix)
+    if packing not in (True, False, "auto"):
+        raise ValueError(f"fuse: packing must be True, False or 'auto', got {packing!r}.")
+    fusion = TrainerFusion(trainer, models, losses, keep_bytes, options, shared_prefix, packing)
     vars(trainer)["_tigon_fusion"] = fusion
     return fusion
 
@@ -88,9 +97,10 @@ class TrainerFusion:
 
     def __init__(
         self, trainer: Any, models: dict[str, nn.Module], losses: bool, keep_bytes: int, options: dict[str, Any],
-        shared_prefix: Share = False,
+        shared_prefix: Share = False, packing: Packing = False,
     ) -> None:  # fmt: skip
         self.trainer = trainer
+        self._padding_free: list[PaddingFree] = []
         self.models: dict[str, Fusion] = {}
         self._swaps = Swaps()
         self._ours: list[Fusion] = []
@@ -105,6 +115,8 @@ class TrainerFusion:
                 self.models[role]._ledger.adviser = None  # this report says whose loss runs
                 if not fused_before:
                     self._ours.append(self.models[role])
+            for role, model in models.items() if packing else ():
+                self._pack_role(role, model, packing)
         except BaseException:
             self.remove()
             raise
@@ -115,10 +127,11 @@ class TrainerFusion:
 
     def report(self) -> TrainerReport:
         swaps = self._swaps
+        tokens = swaps.tokens or getattr(self.trainer.data_collator, "tokens", swaps.tokens)
         return TrainerReport(
             type(self.trainer).__name__, swaps.active, list(swaps.rows), swaps.steps, dict(swaps.calls),
             dict(swaps.total), dict(swaps.left), {role: fusion.report() for role, fusion in self.models.items()},
-            dict(swaps.shared), dict(swaps.unshared), swaps.whole_logits,
+            dict(swaps.shared), dict(swaps.unshared), swaps.whole_logits, dict(tokens), dict(swaps.padded),
         )  # fmt: skip
 
     def remove(self) -> None:
@@ -126,6 +139,8 @@ class TrainerFusion:
 
         A model that was fused before stays fused.
         """
+        for padding_free in self._padding_free:
+            padding_free.remove()
         for fusion in self._ours:
             fusion.remove()
         self._swaps.restore()
@@ -155,7 +170,9 @@ class TrainerFusion:
                 replace_projection(trainer, swaps, role, model, keep_bytes)
         if not swaps.rows:
             reason = "the model's own loss, without logits when labels are given"
-            if any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+            if not any(get_head(module) is not None for model in models.values() for module in model.modules()):
+                reason = "the trainer's own: the model has no language-model head, whose logits Tigon would avoid"
+            elif any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
                 reason = "Tigon's loss could not be inserted: the loss reads whole logits, or is your own"
             swaps.record_kept("policy", reason)
 
@@ -183,6 +200,38 @@ class TrainerFusion:
         assert fusion is not None
         return fusion
 
+    def _pack_role(self, role: str, model: nn.Module, packing: Packing) -> None:
+        """Run a model without padding where that is possible; with packing=True that is required."""
+        trainer, swaps = self.trainer, self._swaps
+        collator = trainer.data_collator if role == "policy" else None
+        is_packed = getattr(collator, "padding_free", False) is True
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        reason = ""
+        if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
+            reason = "context parallelism splits the rows"
+        elif role == "policy" and getattr(trainer.args, "packing", False) and not is_packed:
+            reason = "TRL's wrapped rows have no padding"
+        else:
+            how: Packing = True if is_packed else packing
+            context = trainer.accelerator.autocast
+            made = drop_padding(self.models[role], model, how, swaps.tokens, swaps.padded, context)
+            if isinstance(made, PaddingFree):
+                self._padding_free.append(made)
+                if getattr(collator, "padding_free", None) is False and _takes_packed_batches(trainer):
+                    swaps.put(collator, "padding_free", True)  # SFT: packed before the batch is on the device
+            else:
+                reason = made
+        if reason and is_packed and packing is not True:
+            warnings.warn(
+                f"fuse: {type(trainer).__name__} packs its rows, but {reason}; set packing=False and "
+                "padding_free=False in its options.",
+                stacklevel=4,
+            )
+        if reason and packing is True:
+            raise ValueError(f"fuse: packing=True for the {role} of {type(trainer).__name__}: {reason}.")
+        what = reason or ("TRL's packed rows" if is_packed else "padded batches computed without their padding")
+        swaps.rows.append(Row("packing", role, 1, not reason, what))
+
     def _count_steps(self, name: str) -> Callable[..., Any]:
         own, swaps = getattr(self.trainer, name), self._swaps
 
@@ -194,6 +243,15 @@ class TrainerFusion:
         return step
 
 
+def _takes_packed_batches(trainer: Any) -> bool:
+    """Whether a collator may pack: nothing of the user's reads batches, accelerate does not dispatch them, and there
+    is padding at all."""
+    names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+    is_stream = not hasattr(trainer.train_dataset, "__len__")
+    is_single = trainer.args.per_device_train_batch_size == 1
+    return not (is_stream or is_single) and all(getattr(trainer, name, None) is None for name in names)
+
+
 @dataclass(frozen=True)
 class TrainerReport:
     """The replacements in a trainer, and how often each ran in the last training step.
@@ -202,7 +260,9 @@ class TrainerReport:
         by role and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each
         model's `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and the
         rows that separate sequences would take ("separate"). unshared: calls that ran as separate sequences, by reason.
-        whole_logits: why TRL computes the loss itself, from whole logits; otherwise empty.
+        whole_logits: why TRL computes the loss itself, from whole logits; otherwise empty. tokens: with packing, the
+        "real" tokens of all steps, those of the "padded" batches, and those "computed". padded: calls that ran with
+        their padding, by reason.
 
     str(report) fits on one screen; to_dict() is JSON.
     """
@@ -218,6 +278,8 @@ class TrainerReport:
     shared: dict[str, int] = field(default_factory=dict)
     unshared: dict[str, int] = field(default_factory=dict)
     whole_logits: str = ""
+    tokens: dict[str, int] = field(default_factory=dict)
+    padded: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         models = {role: report.to_dict() for role, report in self.models.items()}
@@ -245,6 +307,10 @@ class TrainerReport:
         if self.unshared:
             reasons = "; ".join(f"{reason} ({n}×)" for reason, n in self.unshared.items())
             text += f" Prompts computed once per row: {reasons}."
+        if sentence := describe_tokens(self.tokens):
+            text += f" {sentence}"
+        if self.padded:
+            text += " Run with padding: " + "; ".join(f"{reason} ({n}×)" for reason, n in self.padded.items()) + "."
         return text
 
     def __str__(self) -> str:

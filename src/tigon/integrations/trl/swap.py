@@ -27,7 +27,8 @@ class Swaps:
     ledgers: the models' Fusion ledgers, by role. left: calls that went to TRL's own code, by reason.
     projections: roles whose log-probabilities Tigon computes. sharing: how a role's forward shares prompts.
     shared: rows computed in the last step, and the rows that separate sequences would take. unshared: calls that ran as
-    separate sequences, by reason. whole_logits: why the trainer uses whole logits; otherwise empty.
+    separate sequences, by reason. whole_logits: why the trainer uses whole logits; otherwise empty. tokens, padded: as
+    in `TrainerReport`.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,8 @@ class Swaps:
         self.shared: Counter[str] = Counter()
         self.unshared: Counter[str] = Counter()
         self.whole_logits = ""
+        self.tokens: Counter[str] = Counter()
+        self.padded: Counter[str] = Counter()
         self._done: list[tuple[dict[str, Any], str, Any, bool, Any]] = []
 
     def put(self, instance: Any, name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tigon.kernels import check_tensors
+from tigon.losses.contrastive import gather_rows
 from tigon.ops.cross_entropy import check_options
 from tigon.ops.targets import checked_target
 from tigon.retrieve.arguments import as_int, as_number, require_tensors
@@ -85,8 +86,8 @@ def in_batch_softmax(
     B, own, items, others = len(shared), shared, positive, shared
     first = 0
     if group is not None:
-        items, others = _Gathered.apply(positive, group), _gather(shared, group)
-        bias = None if bias is None else _gather(bias, group)
+        items, others = gather_rows(positive, group), gather_rows(shared, group)
+        bias = None if bias is None else gather_rows(bias, group)
         first = dist.get_rank(group) * B
     allowed = _check_allowed(name, allowed, query, len(others))
     rows = torch.arange(first, first + B, device=query.device)
@@ -250,31 +251,6 @@ class FrequencyEstimator(nn.Module):
         distance = self.distance.gather(1, self._places(ids)).amax(0)
         rarest = self.now.float().clamp(min=1.0)
         return -torch.where(distance > 0, distance, rarest).log().view(ids.shape)
-
-
-class _Gathered(torch.autograd.Function):
-    """All ranks' rows, in rank order. Backward: each rank gets the sum of its rows' gradients."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        # In fp32, and by all_reduce, which every backend has: a sum in bf16 would round once per rank.
-        total = g.float() if g.dtype in (torch.bfloat16, torch.float16) else g.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        rows = total.shape[0] // dist.get_world_size(ctx.group)
-        first = dist.get_rank(ctx.group) * rows
-        return total[first : first + rows].to(g.dtype), None
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.detach().contiguous()
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x, group=group)
-    return torch.cat(parts)
 
 
 class _Drawn(NamedTuple):

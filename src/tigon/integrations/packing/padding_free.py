@@ -1,0 +1,276 @@
+"""Padded batches without their padding: a model's backbone runs on one packed row of the tokens that the mask keeps.
+
+A trainer hands a model padded rows (B, T) and their mask. `PaddingFree` stands around the backbone alone: it packs the
+rows, runs the backbone on (1, N), and returns hidden states of (B, T, D), zero at the padding. The head, the pooling,
+the loss and the metrics see what they always see, so a language model's trainer, a reward model's and a classifier's
+need no code of their own, and losses and gradients are those of the padded batch. Each token keeps the position that it
+had in its row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.documents.leaks import find_leaks
+from tigon.fusion.engine.model import Fusion
+from tigon.fusion.engine.report import Report
+from tigon.fusion.logits.split import is_split
+from tigon.kernels.graph_capture import is_captured
+
+Packing = Literal["auto"] | bool
+LEAST_PADDING = 0.05  # "auto" runs batches with less padding as they are
+IDS = ("input_ids", "inputs_embeds")
+# Arguments of a backbone, besides the ids and their mask, that a packed row leaves right; the rest must be unset.
+PASSED_ON = {"output_router_logits", "return_dict", "num_items_in_batch"}
+DOCUMENTS = "documents"  # the part of tigon.fuse whose attention takes packed rows
+PACKED = ("cu_seq_lens_q", "shared_prefix")  # arguments of a batch that is packed already
+PROBE = 8  # tokens of a sample
+# Of the norm: rounding in bf16 changes less, also where it moves a token to another expert; a sample that is read more.
+LEAST_CHANGE = 3e-2
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+class PaddingFree:
+    """Runs a model's backbone without padding, until `remove`.
+
+    Args:
+        model: a transformers model, plain or inside PEFT.
+        packing: True, or "auto" to leave out batches with less than 5 % padding.
+        tokens, padded: counters to add to: the tokens "real", those of the rows "padded", and those "computed"; and
+            calls that ran with their padding, by reason.
+        context: the context in which the trainer calls the model, such as autocast.
+    Raises: ValueError for a model that mixes the samples in a packed row, with the reason. Three calls with a few
+        tokens find this out.
+    """
+
+    def __init__(
+        self, model: nn.Module, packing: Packing, tokens: Counter[str], padded: Counter[str],
+        context: Callable[[], Any] = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
+        backbone = find_backbone(model)
+        reason = why_not_packed(model) or probe_packing(backbone, context)
+        if reason:
+            raise ValueError(reason)
+        assert backbone is not None  # why_not_packed looked
+        self.backbone, self.packing, self.tokens, self.padded = backbone, packing, tokens, padded
+        self.active = True
+        self.own: Callable[..., Any] = backbone.forward
+        self._before = vars(backbone).get("forward")
+
+        @functools.wraps(self.own)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not self.backbone:  # a copy of the model is a plain one
+                return type(module).forward(module, *args, **kwargs)
+            return self._forward(*args, **kwargs)
+
+        self._forward_now = types.MethodType(forward, backbone)
+        vars(backbone)["forward"] = self._forward_now
+
+    def remove(self) -> None:
+        """Restore the backbone's forward. A second call does nothing."""
+        self.active = False
+        state = vars(self.backbone)
+        if state.get("forward") is not self._forward_now:
+            return  # another wrapper stays; this forward, now inactive, passes through
+        if self._before is None:
+            del state["forward"]
+        else:
+            state["forward"] = self._before
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or torch.compiler.is_compiling():
+            return self.own(*args, **kwargs)
+        names = list(inspect.signature(type(self.backbone).forward).parameters)[1:]
+        given = {k: v for k, v in {**dict(zip(names, args, strict=False)), **kwargs}.items() if v is not None}
+        ids = next((given[name] for name in IDS if name in given), None)
+        if any(name in given for name in PACKED) and ids is not None:
+            self._count_packed(ids, given)
+            return self.own(*args, **kwargs)
+        mask, cache = given.get("attention_mask"), given.get("use_cache")
+        if cache is None:
+            cache = not self.backbone.training and getattr(self.backbone.config, "use_cache", False)
+        if ids is None or mask is None or cache or given.get("past_key_values") is not None:
+            return self.own(*args, **kwargs)  # no padding, or generation
+        if is_captured(ids):
+            return self.own(*args, **kwargs)  # a capture cannot wait for the mask
+        reason = self._why_not(given, ids, mask)
+        if reason:
+            self.padded[reason] += 1
+            return self.own(*args, **kwargs)
+        keep = (mask != 0).cpu()  # waits for the batch, at the start of a forward pass
+        self.tokens["padded"] += keep.numel()
+        real = int(keep.sum())
+        self.tokens["real"] += real
+        padding = 1 - real / keep.numel()
+        if real == 0 or padding == 0 or (self.packing == "auto" and padding < LEAST_PADDING):
+            self.tokens["computed"] += keep.numel()
+            return self.own(*args, **kwargs)
+        self.tokens["computed"] += real
+        return self._run_packed(given, ids, keep)
+
+    def _why_not(self, given: dict[str, Any], ids: Tensor, mask: Any) -> str:
+        further = sorted(
+            k for k, v in given.items() if k not in {*IDS, "attention_mask", *PASSED_ON} and v is not False
+        )
+        config = self.backbone.config
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != ids.shape[:2]:
+            return "the attention_mask is not a mask of tokens"
+        if further:
+            return f"inputs other than the ids and their mask: {', '.join(further)}"
+        if given.get("return_dict") is False or not getattr(config, "return_dict", True):
+            return "the model returns a tuple"
+        if any(getattr(config, name, False) for name in ("output_attentions", "output_hidden_states")):
+            return "attention weights, or the hidden states of all layers, are asked for"
+        if self.backbone.training and any(getattr(config, name, None) for name in DROPOUTS):
+            return "attention has dropout"
+        return ""
+
+    def _run_packed(self, given: dict[str, Any], ids: Tensor, keep: Tensor) -> Any:
+        """The backbone's outputs for the kept tokens, in the layout of the padded rows."""
+        B, T = keep.shape
+        kept = keep.flatten().nonzero().flatten()
+        place = torch.stack([kept, kept % T]).to(ids.device, non_blocking=True)
+        packed = {k: v for k, v in given.items() if k in PASSED_ON}
+        for name in IDS:
+            if name in given:
+                packed[name] = given[name].flatten(0, 1)[place[0]].unsqueeze(0)
+        lengths = [n for n in keep.sum(1).tolist() if n]
+        outputs = self.own(**packed, **describe_pack(lengths, ids.device), position_ids=place[1:], use_cache=False)
+
+        def unpack(rows: Tensor) -> Tensor:
+            return rows.new_zeros(B * T, rows.shape[-1]).index_copy(0, place[0], rows)
+
+        outputs.last_hidden_state = unpack(outputs.last_hidden_state[0]).view(B, T, -1)
+        if getattr(outputs, "router_logits", None) is not None:  # (N, experts) a layer
+            outputs.router_logits = tuple(unpack(rows) for rows in outputs.router_logits)
+        return outputs
+
+    def _count_packed(self, ids: Tensor, given: dict[str, Any]) -> None:
+        """Count the tokens of a row that came packed, and those of its samples padded to the longest."""
+        offsets, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
+        # A row padded to a budget tells no longest sample: its collator counts.
+        if isinstance(offsets, Tensor) and isinstance(longest, int) and longest < ids.shape[1]:
+            self.tokens["padded"] += (len(offsets) - 1) * longest
+            self.tokens["real"] += ids.shape[0] * ids.shape[1]
+            self.tokens["computed"] += ids.shape[0] * ids.shape[1]
+
+
+def describe_pack(lengths: list[int], device: torch.device) -> dict[str, Any]:
+    """transformers' arguments for a packed row of samples with these lengths."""
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def drop_padding(
+    fusion: Fusion, model: nn.Module, packing: Packing, tokens: Counter[str], padded: Counter[str],
+    context: Callable[[], Any] = contextlib.nullcontext,
+) -> PaddingFree | str:  # fmt: skip
+    """A fused model's PaddingFree, or why it has none. With "auto" a dense mask is a reason."""
+    reason = why_dense(fusion.report(), model) if packing == "auto" else ""
+    if reason:
+        return reason
+    try:
+        with fusion._ledger.leave_uncounted():  # the probe's calls
+            return PaddingFree(model, packing, tokens, padded, context)
+    except ValueError as error:
+        return str(error)
+
+
+def find_backbone(model: nn.Module) -> nn.Module | None:
+    """The decoder inside a language model or a classifier, whose outputs are hidden states; None if there is none."""
+    unwrap: Any = getattr(model, "get_base_model", None)  # PEFT's
+    inner = model if unwrap is None else unwrap()
+    backbone = getattr(inner, "base_model", None)
+    return backbone if isinstance(backbone, nn.Module) and backbone is not inner else None
+
+
+def why_not_packed(model: nn.Module) -> str:
+    """Why a model's packed rows would not be its padded rows; empty if they are."""
+    backbone: Any = find_backbone(model)
+    config = getattr(backbone, "config", None)
+    if config is None:
+        return f"{type(model).__name__} has no decoder that Tigon knows"
+    peft = getattr(model, "peft_config", None)
+    if isinstance(peft, dict) and any(getattr(c, "is_prompt_learning", False) for c in peft.values()):
+        return "prompt learning puts its own tokens before each row"
+    leaks = find_leaks(model)
+    if leaks:
+        more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
+        return f"{leaks[0]}{more} would mix the samples of a packed row"
+    if config.get_text_config() is not config:
+        return "positions of images or sound are not those of a row's columns"
+    parameters = inspect.signature(type(backbone).forward).parameters
+    if "position_ids" not in parameters or parameters.keys().isdisjoint(IDS):
+        return f"{type(backbone).__name__} takes no position_ids"
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return f"{type(backbone).__name__} does not pass on where samples begin"
+    return ""
+
+
+@torch.no_grad()
+def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
+    """Why packed rows are wrong in a backbone; empty if they are right, by the numbers of two samples of a few tokens.
+
+    The second sample must not change with the first one's tokens, and must be what it is alone. Static checks would not
+    do: transformers' gpt-oss, for one, builds masks without the positions, and mixes the samples.
+    """
+    if any(p.is_meta or is_split(p) or hasattr(p, "ds_id") for p in backbone.parameters()):
+        return "its weights are not in memory as a whole, which a test of its packed rows needs"
+    table = backbone.get_input_embeddings().weight
+    ids = torch.arange(3 * PROBE, device=table.device) % table.shape[0]
+    one, other, second = ids.split(PROBE)
+    mode = [(module, module.training) for module in backbone.modules()]
+
+    def run(*samples: Tensor) -> Tensor:
+        positions = torch.arange(PROBE, device=table.device).repeat(len(samples))
+        pack = describe_pack([PROBE] * len(samples), table.device)
+        outputs = backbone(input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, **pack)
+        rows: Tensor = outputs.last_hidden_state[0, -PROBE:]
+        return rows.float()
+
+    try:
+        backbone.eval()
+        with context():
+            after_one, after_other, alone = run(one, second), run(other, second), run(second)
+    except Exception as error:
+        return f"a packed row raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        for module, training in mode:
+            module.training = training
+    size = alone.norm()
+    if not (after_one - after_other).norm() <= LEAST_CHANGE * size:
+        return "its attention reads the samples before in a packed row"
+    if not (after_one - alone).norm() <= 10 * LEAST_CHANGE * size:
+        return "a sample in a packed row is not what it is alone"
+    return ""
+
+
+def why_dense(report: Report, model: nn.Module) -> str:
+    """Why a packed row would cost a dense mask, T × T; empty where the model's attention takes the samples' offsets."""
+    if any(row.kind == DOCUMENTS and row.fused for row in report.rows):
+        return ""
+    name = str(getattr(getattr(find_backbone(model), "config", None), "_attn_implementation", None))
+    if "flash" in name:
+        return ""
+    return f"{name} attention would build a dense mask for a packed row; packing=True packs nevertheless"
+
+
+def describe_tokens(tokens: Counter[str] | dict[str, int]) -> str:
+    """One sentence about the padding that batches had, and the padding that was computed."""
+    if not tokens.get("padded") or not tokens.get("computed"):
+        return ""
+    before, now = (1 - tokens["real"] / tokens[name] for name in ("padded", "computed"))
+    return f"{before:.0%} of the tokens of padded batches would be padding; packed: {now:.0%}."
