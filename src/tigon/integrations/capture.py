@@ -218,7 +218,7 @@ class CapturedSteps(TrainerCallback):
         return {"loss": loss, "names": names, "values": values}
 
     def _checkpoint(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a checkpointed layer. A capture cannot save the random state, which the steps before it must not need."""
+        """Run a checkpointed layer. A capture cannot save the random state, which earlier steps must not need."""
         device = self.trainer.args.device
         if is_capturing(device):
             return own(*args, **kwargs, preserve_rng_state=False)

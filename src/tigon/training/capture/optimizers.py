@@ -53,10 +53,7 @@ class OptimizerState:
                 p.grad = None
 
     def end_replay(self) -> None:
-        """Put the gradients that this graph makes where an optimizer finds them, or drop them.
-
-        The others that the graph adds to count the change, as after an eager step.
-        """
+        """Put the gradients that this graph makes where an optimizer finds them, or drop them; others count changes."""
         self.clear_gradients()
         if self._added:
             increment_version(self._added)
