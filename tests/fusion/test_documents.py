@@ -270,6 +270,16 @@ def test_by_the_kernels(triton_backend, device):
         assert_close(gradients(model, model(**pack(documents(device))).loss), want, 1e-5)
 
 
+def test_layers_that_run_as_a_whole(triton_backend, device, request):
+    model = build("llama").to(device)
+    want = gradients(model, separately(model, documents(device)))
+    request.getfixturevalue("no_masks")
+    with tigon.fuse(model) as fusion:
+        assert_close(gradients(model, model(**pack(documents(device))).loss), want, 1e-5)
+        report = fusion.report()
+        assert (report.whole_layers, report.calls["documents"]) == (2, 2)
+
+
 def test_autocast_and_copies(llama, no_masks):
     batch = pack(documents())
     with tigon.fuse(llama) as fusion:

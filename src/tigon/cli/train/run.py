@@ -22,8 +22,9 @@ from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
 from tigon.cli.train.options import HEADLESS, SHARING, TASKS, RewardArguments, TrainOptions, trl
-from tigon.integrations.capture import CapturedSteps, can_capture, count_most_tokens
+from tigon.integrations.capture import CapturedSteps, count_most_tokens
 from tigon.manifest import check_manifest, write_manifest
+from tigon.training.capture.recorder import can_capture
 
 # The files by which from_pretrained recognises a model, adapters, a tokenizer, a ranker and an embedding model.
 PRETRAINED = (

@@ -27,6 +27,7 @@ import ast
 import functools
 import inspect
 import operator
+import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,7 +100,7 @@ def _read_form(site: Site, layer: Any) -> LayerForm | None:
         return None
     if not all(is_rms_norm(norm) and vars(norm)["_tigon"].is_head_norm for norm in norms):
         return None
-    core = site.get_rewritten(type(attention).forward, _HEADS, lambda fn: {_HEADS: make_heads}, _cut_attention)
+    core = site.get_rewritten(type(attention).forward, _HEADS, _make_globals, _cut_attention)
     if isinstance(core, Reason):
         return None
     key = name_forward(type(attention).forward)
@@ -109,6 +110,13 @@ def _read_form(site: Site, layer: Any) -> LayerForm | None:
     formulas = tuple(vars(m)["_tigon"].formula for m in (first, second, *norms))
     scope = inspect.unwrap(type(attention).forward).__globals__
     return LayerForm(names, inner, formulas, unit, rotary, scope, scope[inner.rotate], core, (*counted, ("layer", key)))
+
+
+def _make_globals(fn: types.FunctionType) -> dict[str, Any]:
+    """What attention's rewritten forward sees: packed batches run by documents there, too."""
+    from tigon.fusion.documents import attention  # imported only here, for models of transformers
+
+    return {_HEADS: make_heads, **(attention.make_globals(fn) if attention.REGISTRY in fn.__globals__ else {})}
 
 
 def _is_plain_turn(rotary: Rotary) -> bool:
