@@ -114,9 +114,11 @@ def _read_form(site: Site, layer: Any) -> LayerForm | None:
 
 def _make_globals(fn: types.FunctionType) -> dict[str, Any]:
     """What attention's rewritten forward sees: packed batches run by documents there, too."""
-    from tigon.fusion.documents import attention  # imported only here, for models of transformers
+    # Imported only here, for models of transformers.
+    from tigon.fusion.documents import attention
+    from tigon.fusion.shared_prefix.attention import REGISTRY
 
-    return {_HEADS: make_heads, **(attention.make_globals(fn) if attention.REGISTRY in fn.__globals__ else {})}
+    return {_HEADS: make_heads, **(attention.make_globals(fn) if REGISTRY in fn.__globals__ else {})}
 
 
 def _is_plain_turn(rotary: Rotary) -> bool:
