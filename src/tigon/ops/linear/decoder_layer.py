@@ -148,17 +148,22 @@ def _enter_bwd(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
     x, wn, rstd, y, wq, wk, wv, cos, sin, q, k, nq, nk = ctx.saved_tensors
     need_x, _, need_wn, *need = ctx.needs_input_grad
     dnq = dnk = None
+    need_before = need_x or need_wn
+    need_q, need_k = (given is not None and (need_before or need[i] or need[3 + i]) for i, given in enumerate((dq, dk)))
     if heads.norm is None:
+        dq, dk = dq if need_q else None, dk if need_k else None
         if dq is not None or dk is not None:
             one, other = (dq, dk) if dq is not None else (dk, None)
             turned = _rope_launch(one, other, cos, sin, 1, heads.interleaved, *_NO_PLANES, False, True, x.dtype)
             dq, dk = (turned[0], turned[1] if dk is not None else None) if dq is not None else (None, turned[0])
     else:
-        wanted = [dq is not None, dk is not None, dq is not None and need[6], dk is not None and need[7]]
+        wanted = [need_q, need_k, dq is not None and need[6], dk is not None and need[7]]
         if any(wanted):
             turn = (*_round_heads(heads.norm), 1, heads.interleaved)
             made = _qk_norm_rope_bwd(q, k, nq, nk, wanted, cos, sin, dq, dk, *turn)
             dq, dk, dnq, dnk = (g if w else None for g, w in zip(made, wanted, strict=True))
+        else:
+            dq = dk = None
     if y is None and any(need[:3]):
         y = _rms_norm_fwd.direct(x, wn, *norm)[0]  # type: ignore[attr-defined]
     rows: Any = None if y is None else y.view(-1, x.shape[-1])
