@@ -76,7 +76,7 @@ def check_index(page: Namespace, output: str):
 
 @check("how-to/lora.md")
 def check_lora(page: Namespace, output: str):
-    assert "PeftModelForCausalLM: 50 parts fused" in output
+    assert "PeftModelForCausalLM: 54 parts fused" in output
     assert re.search(r"Ran in the last step: head 1.*adapters", output), output
     if hasattr(page, "four_bit"):
         assert re.search(r"adapters fused +12 × Linear4bit +ran \d+ +LoRA: q_proj, k_proj, v_proj in one", output)

@@ -127,7 +127,7 @@ class TrainerFusion:
 
     def report(self) -> TrainerReport:
         swaps = self._swaps
-        tokens = swaps.tokens or getattr(self.trainer.data_collator, "tokens", swaps.tokens)
+        tokens = swaps.tokens or getattr(getattr(self.trainer, "data_collator", None), "tokens", swaps.tokens)
         return TrainerReport(
             type(self.trainer).__name__, swaps.active, list(swaps.rows), swaps.steps, dict(swaps.calls),
             dict(swaps.total), dict(swaps.left), {role: fusion.report() for role, fusion in self.models.items()},
