@@ -14,6 +14,7 @@ import tigon
 
 pytest.importorskip("transformers")
 from graph_nodes import nodes_of
+from test_documents import documents, pack
 from test_families import step
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers.models.qwen3 import modeling_qwen3
@@ -72,6 +73,14 @@ def test_the_bits_of_the_parts(family, recompute, device, triton_backend):
     report, plain = compare(model, inputs, recompute=recompute)
     if recompute == "cheap":
         assert (report.tensors_not_kept, report.bytes_not_kept) == (plain.tensors_not_kept, plain.bytes_not_kept)
+
+
+def test_packed_batches(device, triton_backend):
+    """Attention runs by documents inside whole layers too, not under a dense mask."""
+    model, packed = build("qwen3").to(device), pack(documents(device, lengths=(5, 9, 2)))
+    report, _ = compare(model, packed)
+    assert report.calls["documents"] == 2
+    assert not any(row.idle for row in report.rows if row.kind == "documents")
 
 
 # --------------------------------------------------------------------------------------------------------- one layer

@@ -19,7 +19,7 @@ from tigon.fusion.logits import labels as labels_module
 from tigon.fusion.logits.compiled import CompiledLogits
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import Recipe
-from tigon.fusion.logits.sharded_head import find_regather
+from tigon.fusion.logits.sharded_head import Regather, find_regather
 
 B, T, H, V = 2, 5, 12, 23
 
@@ -726,6 +726,29 @@ def test_a_head_under_zero3(monkeypatch, reduction):
     torch.testing.assert_close(x.grad, right[0])
     torch.testing.assert_close(weight.grad, right[1])
     assert not ledger.built_by
+
+
+def test_fewer_words_of_a_weight_that_is_released():
+    """As FSDP1 has it: the weight is a view of a flat parameter without memory, and views of it can't be made then."""
+    flat = torch.randn(7 * 4, requires_grad=True)
+    weight, memory, values = flat.view(7, 4), flat.untyped_storage(), flat.detach().clone()
+
+    class Gathered(Regather):
+        def _unshard(self):
+            memory.resize_(values.nbytes)
+            flat.data.copy_(values)  # of no new version
+
+        def _reshard(self):
+            memory.resize_(0)
+
+    x, target = torch.randn(6, 4, requires_grad=True), torch.randint(5, (6,))
+    ledger = Ledger(nn.Module())
+    regather = Gathered(nn.Identity())
+    logits = LazyLogits.build_lazy(Recipe.build(x, weight, None, ledger, regather))
+    regather._reshard()
+    loss = F.cross_entropy(logits[:, :5], target)
+    assert not ledger.built_by
+    torch.testing.assert_close(loss, F.cross_entropy(x @ values.view(7, 4)[:5].T, target))
 
 
 def test_outputs_of_a_compiled_step_behave_as_logits():

@@ -79,12 +79,21 @@ def test_constant_shapes():
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "2 input_ids, but labels of shape"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], {}, "seq_lengths sum to 1"),
         ([{"input_ids": [1, 2], "position_ids": [3, 4]}], {}, "do not begin at 0"),
+        ([{"input_ids": [[1, 2], [3]], "completion_mask": [[0, 1], [1]]}], {}, "cannot have completion_mask"),
         ([{"input_ids": [1, 2], "pixel_values": [0]}], {}, "pixel_values, which a packed row cannot carry"),
     ],
 )
 def test_batches_that_are_refused(rows, options, message):
     with pytest.raises(ValueError, match=message):
         PackingCollator(**options)(rows)
+
+
+def test_rows_of_several_samples_are_cut_to_the_budget():
+    (row,) = PackedDataset([{"input_ids": range(1, 13), "seq_lengths": [5, 7]}], 8, truncate=True)
+    assert [len(ids) for ids in row["input_ids"]] == [len(labels) for labels in row["labels"]] == [5, 3]
+    rows = PackedDataset([{"input_ids": [1, 2, 3, 4]}] * 3, 8)
+    with pytest.raises(ValueError, match="sample 0 has 8 tokens, more than max_tokens=7"):
+        PackedDataset(rows, 7)
 
 
 def test_arguments_that_are_refused():

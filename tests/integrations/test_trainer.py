@@ -1,6 +1,7 @@
 """TigonCallback in the Hugging Face Trainer: what it computes, what it says, and that it can be taken back."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -195,6 +196,16 @@ def test_packed_batches(tmp_path, capsys):
     assert "of the tokens of padded batches would be padding; packed: 0%." in capsys.readouterr().out
     with pytest.raises(ValueError, match="packing must be True, False or 'auto', got 'yes'"):
         TigonCallback(packing="yes")
+
+
+def test_packing_after_an_interrupted_run(tmp_path):
+    """Training may begin anew with another model, as in a search for hyperparameters."""
+    models = [llama(), llama()]
+    made = trainer(tmp_path, models[0])
+    callback = TigonCallback(packing=True, report=False)
+    for model in models:
+        callback.on_train_begin(made.args, made.state, made.control, model=model)
+    assert [isinstance(m.base_model.forward, types.MethodType) for m in models] == [False, True]
 
 
 def test_report_before_training():

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_trl import assert_same
 
 import tigon
 from tigon.integrations import trl
+from tigon.integrations.packing.padding_free import PaddingFree
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "was", "glad"]
@@ -143,6 +145,47 @@ def test_streams_and_metrics_of_the_user(tmp_path):
     assert shapes[0] == shapes[1]
     assert shapes[0][0] == len(TEXTS)
     assert fusion.report().tokens["computed"] == fusion.report().tokens["real"]
+
+
+def test_batches_that_the_users_trainer_reads_stay_padded(tmp_path):
+    class Reader(type(sft(tmp_path, cases.model()))):
+        def compute_loss(self, model, inputs, *args, **options):
+            self.real = int(inputs["attention_mask"].sum())
+            return super().compute_loss(model, inputs, *args, **options)
+
+    trainer = sft(tmp_path, cases.model(), max_steps=1)
+    trainer.__class__ = Reader
+    fusion = trl.fuse(trainer, packing=True)
+    trainer.train()
+    assert fusion.report().tokens["computed"] == trainer.real
+
+
+def test_predictions_are_a_row_a_sample(tmp_path):
+    trainer = sft(tmp_path, cases.model())
+    with trl.fuse(trainer, packing=True):
+        assert "cu_seq_lens_q" in next(iter(trainer.get_train_dataloader()))
+        assert trainer.predict(trainer.eval_dataset).predictions.shape[0] == len(TEXTS)
+    assert "cu_seq_lens_q" not in next(iter(trainer.get_train_dataloader()))
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 0, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [0, 0, 1, 1]]])
+def test_positions_that_tell_other_samples(mask):
+    """A gap in a row, and a row that begins at the column behind the row before: attention by positions is wrong."""
+    model, ids, mask = cases.model().eval(), torch.arange(1, 9).view(2, 4), torch.tensor(mask)
+    expected = model.model(ids, mask, use_cache=False).last_hidden_state
+    padded = Counter()
+    PaddingFree(model, True, Counter(), padded)
+    found = model.model(ids, mask, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found[mask != 0], expected[mask != 0])
+    assert sum(padded.values()) == 1
+
+
+def test_fsdp1_is_not_probed():
+    """A call of an inner module would make it the root, and the model's own forward would fail. By its name alone."""
+    model = cases.model()
+    model.model.layers[0] = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
+    with pytest.raises(ValueError, match="not in memory as a whole"):
+        PaddingFree(model, True, Counter(), Counter())
 
 
 def test_rows_that_trl_packed_run_as_they_are(tmp_path):

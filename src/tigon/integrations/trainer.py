@@ -94,13 +94,16 @@ class TigonCallback(TrainerCallback):
         if self._trl:
             warnings.warn(TRL, stacklevel=2)
         self.fusion._ledger.adviser = None  # this callback warns instead
-        if self._packing and self._padding_free is None:
+        if self._packing:
             self._pack(model, args)
         if self._print and state.is_world_process_zero:
             print(self.fusion.report())
 
     def _pack(self, model: Any, args: Any) -> None:
         assert self.fusion is not None  # fused just before
+        if self._padding_free is not None:  # training was interrupted, and may begin anew with another model
+            self._padding_free.remove()
+            self._padding_free = None
         narrow = torch.bfloat16 if args.bf16 else torch.float16
         autocast = functools.partial(torch.autocast, args.device.type, dtype=narrow, enabled=args.bf16 or args.fp16)
         made = drop_padding(self.fusion, model, self._packing, self.tokens, self._padded, autocast)

@@ -135,9 +135,10 @@ class Recipe:
         """The logits for the first `count` words."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
-        with self.gather():
-            sample = _sample(self.weight[:count])
-        return self._with(weight=self.weight[:count], bias=bias, sample=sample, steps=steps)
+        with self.gather():  # torch makes no view into memory that was released
+            weight = self.weight[:count]
+            sample = _sample(weight)
+        return self._with(weight=weight, bias=bias, sample=sample, steps=steps)
 
     def _with(self, **changes: Any) -> Recipe:
         if not torch.compiler.is_compiling():

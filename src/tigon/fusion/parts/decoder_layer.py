@@ -27,7 +27,6 @@ import ast
 import functools
 import inspect
 import operator
-import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +47,7 @@ from tigon.fusion.parts.projections import find_groups
 from tigon.fusion.parts.residual_norm import LayerNames, ResidualNorm, read_layer
 from tigon.fusion.parts.rotary import find_rotary
 from tigon.fusion.parts.rotary_formula import Rotary
+from tigon.fusion.shared_prefix.attention import REGISTRY
 from tigon.kernels import autocast_dtype, is_traced, use_triton
 from tigon.ops.linear.decoder_layer import Heads, enter_attention, leave_attention
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -100,25 +100,21 @@ def _read_form(site: Site, layer: Any) -> LayerForm | None:
         return None
     if not all(is_rms_norm(norm) and vars(norm)["_tigon"].is_head_norm for norm in norms):
         return None
-    core = site.get_rewritten(type(attention).forward, _HEADS, _make_globals, _cut_attention)
+    # The part "documents" has put another registry of attention functions in place of transformers'.
+    state = vars(attention)
+    installed = inspect.unwrap(state["forward"].__func__).__globals__
+    scope = {_HEADS: make_heads} | {name: installed[name] for name in (REGISTRY,) if name in installed}
+    key = _HEADS, state["_tigon"].rewritten_by
+    core = site.get_rewritten(type(attention).forward, key, lambda fn: scope, _cut_attention)
     if isinstance(core, Reason):
         return None
-    key = name_forward(type(attention).forward)
+    forward = name_forward(type(attention).forward)
     counted: list[tuple[str, Any]] = [("norm", vars(norm)["_tigon"].key) for norm in (first, second, *norms)]
-    counted += [("add_norm", name_forward(type(layer).forward)), ("linear", (key, groups))]
-    counted += [("rotary", key), ("mlp", vars(mlp)["_tigon"].key), *([("qk_norm", key)] if norms else [])]
+    counted += [("add_norm", name_forward(type(layer).forward)), ("linear", (forward, groups))]
+    counted += [("rotary", forward), ("mlp", vars(mlp)["_tigon"].key), *([("qk_norm", forward)] if norms else [])]
     formulas = tuple(vars(m)["_tigon"].formula for m in (first, second, *norms))
-    scope = inspect.unwrap(type(attention).forward).__globals__
-    return LayerForm(names, inner, formulas, unit, rotary, scope, scope[inner.rotate], core, (*counted, ("layer", key)))
-
-
-def _make_globals(fn: types.FunctionType) -> dict[str, Any]:
-    """What attention's rewritten forward sees: packed batches run by documents there, too."""
-    # Imported only here, for models of transformers.
-    from tigon.fusion.documents import attention
-    from tigon.fusion.shared_prefix.attention import REGISTRY
-
-    return {_HEADS: make_heads, **(attention.make_globals(fn) if REGISTRY in fn.__globals__ else {})}
+    own = inspect.unwrap(type(attention).forward).__globals__
+    return LayerForm(names, inner, formulas, unit, rotary, own, own[inner.rotate], core, (*counted, ("layer", forward)))
 
 
 def _is_plain_turn(rotary: Rotary) -> bool:

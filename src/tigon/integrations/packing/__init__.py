@@ -58,7 +58,7 @@ class PackedDataset(Dataset):  # type: ignore[type-arg]
         if max_tokens < 1:
             raise ValueError(f"PackedDataset: max_tokens must be at least 1, got {max_tokens}.")
         column = rows["input_ids"] if hasattr(rows, "column_names") else [row["input_ids"] for row in rows]  # type: ignore[call-overload]
-        lengths = [len(ids) for ids in column]
+        lengths = [sum(map(len, ids)) if _is_nested(ids) else len(ids) for ids in column]
         longest = max(lengths, default=0)
         if longest == 0:
             raise ValueError("PackedDataset: rows must have tokens, got none.")
@@ -78,9 +78,15 @@ class PackedDataset(Dataset):  # type: ignore[type-arg]
         return len(self.packs)
 
     def __getitem__(self, index: int) -> dict[str, list[list[int]]]:
-        documents = [d for i in self.packs[index] for d in read_documents(self.rows[i], f"sample {i}")]
-        cut = [(d.ids[: self.max_tokens].tolist(), d.labels[: self.max_tokens].tolist()) for d in documents]
-        return {"input_ids": [ids for ids, _ in cut], "labels": [labels for _, labels in cut]}
+        ids, labels = [], []
+        for i in self.packs[index]:
+            left = self.max_tokens
+            for d in read_documents(self.rows[i], f"sample {i}"):
+                if left > 0:
+                    ids.append(d.ids[:left].tolist())
+                    labels.append(d.labels[:left].tolist())
+                left -= len(d.ids)
+        return {"input_ids": ids, "labels": labels}
 
     def __repr__(self) -> str:
         samples = sum(len(pack) for pack in self.packs)
@@ -176,7 +182,9 @@ def read_documents(row: Any, name: str) -> Iterator[Document]:
     if unknown := sorted(set(row) - COLUMNS):
         raise ValueError(f"packing: {name} has {', '.join(unknown)}, which a packed row cannot carry; remove it.")
     column = row["input_ids"]
-    if len(column) and not isinstance(column, Tensor) and hasattr(column[0], "__len__"):
+    if _is_nested(column):
+        if masks := sorted({name for name in row if row[name] is not None} - {"input_ids", "labels"}):
+            raise ValueError(f"packing: {name} is a list of samples, which cannot have {', '.join(masks)}.")
         labels = row.get("labels") or column
         for ids, own in zip(column, labels, strict=True):
             yield from read_documents({"input_ids": ids, "labels": own}, name)
@@ -202,6 +210,11 @@ def read_documents(row: Any, name: str) -> Iterator[Document]:
         if sum(lengths) != len(ids):
             raise ValueError(f"packing: {name} has position_ids that do not begin at 0.")
     yield from (Document(*pair) for pair in zip(ids.split(lengths), labels.split(lengths), strict=True) if len(pair[0]))
+
+
+def _is_nested(column: Any) -> bool:
+    """Whether a row's input_ids are those of several samples, a list each."""
+    return len(column) > 0 and not isinstance(column, Tensor) and hasattr(column[0], "__len__")
 
 
 def _as_tensor(values: Any) -> Tensor:

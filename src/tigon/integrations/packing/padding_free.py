@@ -37,6 +37,7 @@ PACKED = ("cu_seq_lens_q", "shared_prefix")  # arguments of a batch that is pack
 PROBE = 8  # tokens of a sample
 # Of the norm: rounding in bf16 changes less, also where it moves a token to another expert; a sample that is read more.
 LEAST_CHANGE = 3e-2
+SHARDED = "its weights are not in memory as a whole, which a test of its packed rows needs"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -115,8 +116,15 @@ class PaddingFree:
         if real == 0 or padding == 0 or (self.packing == "auto" and padding < LEAST_PADDING):
             self.tokens["computed"] += keep.numel()
             return self.own(*args, **kwargs)
+        rows, columns = keep.nonzero(as_tuple=True)
+        # A model that finds samples by their positions would cut a sample at a gap, and join two that look like one.
+        # A window counts the columns of a gap.
+        if ((columns.diff() == 1) != (rows.diff() == 0)).any():
+            self.padded["a sample has a gap, or begins at the column behind the last of the sample before"] += 1
+            self.tokens["computed"] += keep.numel()
+            return self.own(*args, **kwargs)
         self.tokens["computed"] += real
-        return self._run_packed(given, ids, keep)
+        return self._run_packed(given, ids, keep, torch.stack([rows * keep.shape[1] + columns, columns]))
 
     def _why_not(self, given: dict[str, Any], ids: Tensor, mask: Any) -> str:
         further = sorted(
@@ -135,11 +143,13 @@ class PaddingFree:
             return "attention has dropout"
         return ""
 
-    def _run_packed(self, given: dict[str, Any], ids: Tensor, keep: Tensor) -> Any:
-        """The backbone's outputs for the kept tokens, in the layout of the padded rows."""
+    def _run_packed(self, given: dict[str, Any], ids: Tensor, keep: Tensor, place: Tensor) -> Any:
+        """The backbone's outputs for the kept tokens, in the layout of the padded rows.
+
+        place: (2, N), the kept tokens' places in the flattened rows, and their columns.
+        """
         B, T = keep.shape
-        kept = keep.flatten().nonzero().flatten()
-        place = torch.stack([kept, kept % T]).to(ids.device, non_blocking=True)
+        place = place.to(ids.device, non_blocking=True)
         packed = {k: v for k, v in given.items() if k in PASSED_ON}
         for name in IDS:
             if name in given:
@@ -203,6 +213,9 @@ def why_not_packed(model: nn.Module) -> str:
     config = getattr(backbone, "config", None)
     if config is None:
         return f"{type(model).__name__} has no decoder that Tigon knows"
+    # Under FSDP1 a call of an inner module makes that module the root, and the model's own forward fails since.
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return SHARDED
     peft = getattr(model, "peft_config", None)
     if isinstance(peft, dict) and any(getattr(c, "is_prompt_learning", False) for c in peft.values()):
         return "prompt learning puts its own tokens before each row"
@@ -228,7 +241,7 @@ def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
     do: transformers' gpt-oss, for one, builds masks without the positions, and mixes the samples.
     """
     if any(p.is_meta or is_split(p) or hasattr(p, "ds_id") for p in backbone.parameters()):
-        return "its weights are not in memory as a whole, which a test of its packed rows needs"
+        return SHARDED
     table = backbone.get_input_embeddings().weight
     ids = torch.arange(3 * PROBE, device=table.device) % table.shape[0]
     one, other, second = ids.split(PROBE)

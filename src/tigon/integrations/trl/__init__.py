@@ -21,6 +21,7 @@ Source: TRL 1.16, https://github.com/huggingface/trl
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 from collections.abc import Callable
@@ -218,7 +219,7 @@ class TrainerFusion:
             if isinstance(made, PaddingFree):
                 self._padding_free.append(made)
                 if getattr(collator, "padding_free", None) is False and _takes_packed_batches(trainer):
-                    swaps.put(collator, "padding_free", True)  # SFT: packed before the batch is on the device
+                    swaps.put(trainer, "get_train_dataloader", self._load_packed(collator))
             else:
                 reason = made
         if reason and is_packed and packing is not True:
@@ -231,6 +232,22 @@ class TrainerFusion:
             raise ValueError(f"fuse: packing=True for the {role} of {type(trainer).__name__}: {reason}.")
         what = reason or ("TRL's packed rows" if is_packed else "padded batches computed without their padding")
         swaps.rows.append(Row("packing", role, 1, not reason, what))
+
+    def _load_packed(self, collator: Any) -> Callable[..., Any]:
+        """SFT: training batches packed before they are on the device. Predictions stay those of padded batches."""
+        trainer, swaps, packed = self.trainer, self._swaps, copy.copy(collator)
+        own = trainer.get_train_dataloader
+        packed.padding_free = True
+
+        def get_train_dataloader() -> Any:
+            before = trainer.data_collator
+            trainer.data_collator = packed if before is collator and swaps.active else before
+            try:
+                return own()
+            finally:
+                trainer.data_collator = before
+
+        return get_train_dataloader
 
     def _count_steps(self, name: str) -> Callable[..., Any]:
         own, swaps = getattr(self.trainer, name), self._swaps
@@ -247,6 +264,9 @@ def _takes_packed_batches(trainer: Any) -> bool:
     """Whether a collator may pack: nothing of the user's reads batches, accelerate does not dispatch them, and there
     is padding at all."""
     names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+    readers = (getattr(type(trainer), name) for name in ("compute_loss", "training_step"))
+    if any(not reader.__module__.startswith(("trl.", "transformers.")) for reader in readers):
+        return False
     is_stream = not hasattr(trainer.train_dataset, "__len__")
     is_single = trainer.args.per_device_train_batch_size == 1
     return not (is_stream or is_single) and all(getattr(trainer, name, None) is None for name in names)
