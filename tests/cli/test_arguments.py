@@ -193,3 +193,14 @@ def test_what_libraries_say_of_a_full_disk(error):
     later.__context__ = error
     assert is_disk_full(later)
     assert not is_disk_full(ValueError("a number is too large"))
+
+
+def test_clean_up_that_fails_after_an_interruption_is_an_interruption(capsys):
+    from tigon.cli import _explain
+
+    later = RuntimeError("cannot join thread before it is started")
+    later.__context__ = KeyboardInterrupt()
+    assert _explain(later) == 130
+    assert capsys.readouterr().err == "tigon: interrupted\n"
+    with pytest.raises(RuntimeError):
+        _explain(RuntimeError("a bug"))

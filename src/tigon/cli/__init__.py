@@ -51,7 +51,8 @@ def _explain(error: Any) -> int:
         command = context.command_path if context is not None else "tigon"
         _say(f"{error.format_message().strip().rstrip('.')} (see `{command} --help`)")
         return 2
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+    # Clean-up that an interruption caught halfway may fail, as a pool's whose thread has not started.
+    if KeyboardInterrupt in (type(error), type(error.__context__)) or type(error).__name__ == "Abort":
         _say("interrupted")
         return 130
     # The library's errors about environment variables already address the user.
