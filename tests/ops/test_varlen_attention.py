@@ -162,6 +162,8 @@ def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkey
     other = tigon.varlen_attention(q, k, v, offsets)
     assert len(made) == 2
     assert torch.equal(other, tigon.varlen_attention(q, k, v, count_up([4, 36], device)))
+    offsets.data = count_up([22, 18], device)  # other memory, without another version
+    assert torch.equal(tigon.varlen_attention(q, k, v, offsets), tigon.varlen_attention(q, k, v, offsets.clone()))
     # Each capture makes its own, and shares none if it cannot be told from another.
     for capture, more in ((17, 1), (18, 1), (None, 2), (0, 1)):
         monkeypatch.setattr(tiles, "find_capture", lambda t, capture=capture: capture)

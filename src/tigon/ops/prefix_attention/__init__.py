@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, use_triton
+from tigon.kernels import use_triton
 from tigon.ops.example import Example
-from tigon.ops.prefix_attention.checks import WIDEST, check_attention
+from tigon.ops.prefix_attention.checks import WIDEST, attend_in_autocast, check_attention
 from tigon.ops.prefix_attention.launches import _prefix_attention, choose_tables
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
@@ -66,12 +66,7 @@ def prefix_attention(
         o = F.scaled_dot_product_attention(*heads, attn_mask=seen.tril(), enable_gqa=True)[0].transpose(0, 1)
     """
     _check(q, k, v, layout, across, scale, softcap, window)
-    dtype = autocast_dtype(q.device.type)
-    if dtype is not None and q.dtype != torch.float64:
-        q, k, v = (t.to(dtype) for t in (q, k, v))
-        with torch.autocast(autocast_device(q.device.type), enabled=False):
-            return _attention(q, k, v, layout, across, scale, softcap, window)
-    return _attention(q, k, v, layout, across, scale, softcap, window)
+    return attend_in_autocast(_attention, q, k, v, layout, across, scale, softcap, window)
 
 
 def _attention(

@@ -1,12 +1,15 @@
-"""Checks that attention operators share."""
+"""What attention operators share before their launches: checks, and the dtype under autocast."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors
+from tigon.kernels import autocast_device, autocast_dtype, check_tensors
 
 # Largest head dimension that fits the kernels' tiles.
 WIDEST = 256
@@ -45,3 +48,12 @@ def check_attention(
         raise ValueError(f"{name}: softcap must be positive or None, got {softcap}.")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"{name}: window must be a positive int or None, got {window}.")
+
+
+def attend_in_autocast(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    """attend(q, k, v, *options), with q, k and v in autocast's dtype where autocast is on, but for fp64."""
+    dtype = autocast_dtype(q.device.type)
+    if dtype is None or q.dtype == torch.float64:
+        return attend(q, k, v, *options)
+    with torch.autocast(autocast_device(q.device.type), enabled=False):
+        return attend(q.to(dtype), k.to(dtype), v.to(dtype), *options)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, is_concrete, use_triton
+from tigon.kernels import is_concrete, use_triton
 from tigon.ops.example import Example
-from tigon.ops.prefix_attention.checks import check_attention
+from tigon.ops.prefix_attention.checks import attend_in_autocast, check_attention
 from tigon.ops.targets import CHECKS
 from tigon.ops.varlen_attention.launches import varlen_attention_launch
 from tigon.ops.varlen_attention.reference import varlen_attention_reference
@@ -42,7 +42,8 @@ def varlen_attention(
             Documents may be empty: padded with N, offsets keep their length from batch to batch. On a GPU the host
             never reads offsets, and a CUDA graph replays with other documents; offsets that do not ascend from 0 to N
             give NaN there, and a ValueError on the CPU or with TIGON_CHECKS=1. Layers that pass the same tensor share
-            its tables of tiles; an operation in place makes new ones, a write through `.data` or by a graph does not.
+            its tables of tiles. An operation in place and other memory (`offsets.data = …`) make new tables; a write
+            into the memory through `.data`, or by a graph, does not.
         scale: multiplies the scores; 1/√D by default.
         window: a token at position i sees keys with positions above i - window.
         softcap: scores become softcap · tanh(scores / softcap), as in Gemma 2.
@@ -60,12 +61,7 @@ def varlen_attention(
         o = F.scaled_dot_product_attention(*heads, attn_mask=seen.tril(), enable_gqa=True)[0].transpose(0, 1)
     """
     _check(q, k, v, offsets, scale, window, softcap, sinks)
-    dtype = autocast_dtype(q.device.type)
-    if dtype is not None and q.dtype != torch.float64:
-        q, k, v = (t.to(dtype) for t in (q, k, v))
-        with torch.autocast(autocast_device(q.device.type), enabled=False):
-            return _attention(q, k, v, offsets, scale, window, softcap, sinks)
-    return _attention(q, k, v, offsets, scale, window, softcap, sinks)
+    return attend_in_autocast(_attention, q, k, v, offsets, scale, window, softcap, sinks)
 
 
 def _attention(

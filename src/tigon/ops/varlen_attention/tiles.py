@@ -118,7 +118,7 @@ def _varlen_tiles(offsets: Tensor, count: SymInt, forward: int, queries: int, ke
     return tiles
 
 
-# By offsets: (version, stream, capture), and the tables by row count and sizes. A model's layers share them.
+# By offsets: (address, version, stream, capture), and the tables by row count and sizes. A model's layers share them.
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -132,7 +132,7 @@ def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor:
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
         return _varlen_tiles(offsets, count, *sizes)
     stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
-    state = offsets._version, stream, capture
+    state = offsets.data_ptr(), offsets._version, stream, capture
     known, tables = _made.get(offsets, (None, {}))
     if known != state:
         tables = {}
