@@ -65,6 +65,7 @@ class PaddingFree:
         assert backbone is not None  # why_not_packed looked
         self.backbone, self.packing, self.tokens, self.padded = backbone, packing, tokens, padded
         self.active = True
+        self._names = list(inspect.signature(type(backbone).forward).parameters)[1:]
         self.own: Callable[..., Any] = backbone.forward
         self._before = vars(backbone).get("forward")
 
@@ -91,8 +92,7 @@ class PaddingFree:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or torch.compiler.is_compiling():
             return self.own(*args, **kwargs)
-        names = list(inspect.signature(type(self.backbone).forward).parameters)[1:]
-        given = {k: v for k, v in {**dict(zip(names, args, strict=False)), **kwargs}.items() if v is not None}
+        given = {k: v for k, v in {**dict(zip(self._names, args, strict=False)), **kwargs}.items() if v is not None}
         ids = next((given[name] for name in IDS if name in given), None)
         if any(name in given for name in PACKED) and ids is not None:
             self._count_packed(ids, given)
@@ -258,6 +258,8 @@ def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
         backbone.eval()
         with context():
             after_one, after_other, alone = run(one, second), run(other, second), run(second)
+    except torch.OutOfMemoryError:
+        raise  # no property of packed rows
     except Exception as error:
         return f"a packed row raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
