@@ -120,7 +120,7 @@ def _load_flex() -> Callable[..., Any]:
 
 
 def _expect(inputs: Inputs) -> Expected:
-    """Of the first and the last document, one head of keys each."""
+    """The exact results of one key head in the first document, and of one in the last."""
     a = inputs.arguments
     (do,) = inputs.grads or ()
     N, G = a["q"].shape[1] // a["k"].shape[1], a["k"].shape[1]

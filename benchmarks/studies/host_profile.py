@@ -4,8 +4,8 @@
 
 A stack of decoder layers runs forward and backward without embedding, head and optimizer, and all numbers are divided
 by the layers. Counted: autograd nodes, torch's operators, Triton launches, calls of Python functions. Timed: until
-Python returns, from an idle device. cProfile then splits that time by the code's owner; its own cost is not in the
-time. The backward pass runs on the calling thread, where cProfile sees it.
+Python returns, from an idle device. cProfile then splits that time by the code's owner; the cost of cProfile is not in
+the time. The backward pass runs on the calling thread, where cProfile sees it.
 
 On a CPU the layers are so narrow that products cost little more than their calls, and a launch ends where the GPU's
 driver would be called. Such times compare sides on one machine; they are not a GPU's host times.

@@ -2,9 +2,9 @@
 
     python benchmarks/studies/trainer_steps.py --output results              every case, in about 100 s
 
-Each side trains its own model in a Trainer of its own, one after the other, on the same rows, with the Trainer's
-AdamW, schedule and clipping on bf16 weights, and no log between. A step is the time on the device between the ends of
-two steps, the Trainer's own work included. The file is written after every case.
+The sides train one after the other on the same rows, each with a new model and a new Trainer: bf16 weights, AdamW,
+schedule and clipping as the Trainer has them, and no log between the steps. A step is the time on the
+device between the ends of two steps, the Trainer's own work included. The file is written after every case.
 """
 
 from __future__ import annotations

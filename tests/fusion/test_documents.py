@@ -65,7 +65,7 @@ def separately(model, rows):
     return sum(losses) / sum(len(row) - 1 for row in rows)
 
 
-def rows_of(fusion):
+def list_document_rows(fusion):
     return [row for row in fusion.report().rows if row.kind == "documents"]
 
 
@@ -94,7 +94,7 @@ def test_a_packed_batch_gives_what_separate_documents_give(name, device, monkeyp
         loss = model(**batch).loss
         got = gradients(model, loss)
         assert fusion.report().calls["documents"] == 2
-        (row,) = (row for row in rows_of(fusion) if row.fused)
+        (row,) = (row for row in list_document_rows(fusion) if row.fused)
         assert (row.count, row.calls, row.idle) == (2, 2, "")
     assert abs(loss - want) <= 2e-6 * abs(want)
     assert_close(got, want_grads, 1e-5 if name in FP32 else 1e-6)
@@ -311,7 +311,7 @@ def test_other_calls_run_as_before(name, llama):
     plain = llama(**CALLS[name]).logits
     with tigon.fuse(llama, parts=["documents"]) as fusion:
         assert torch.equal(llama(**CALLS[name]).logits, plain)
-        assert [row.idle for row in rows_of(fusion)] == ["the batch was not packed"]
+        assert [row.idle for row in list_document_rows(fusion)] == ["the batch was not packed"]
         assert "documents" not in fusion.report().last_step()
 
 
@@ -330,7 +330,7 @@ def test_a_mask_of_the_callers_own(llama):
     plain = llama(**batch, attention_mask=mask).loss
     with tigon.fuse(llama, parts=["documents"]) as fusion:
         assert torch.equal(llama(**batch, attention_mask=mask).loss, plain)
-        assert [row.idle for row in rows_of(fusion)] == ["the call brings a mask"]
+        assert [row.idle for row in list_document_rows(fusion)] == ["the call brings a mask"]
 
 
 def test_a_cache_with_tokens(llama):
@@ -339,7 +339,7 @@ def test_a_cache_with_tokens(llama):
     with tigon.fuse(llama, parts=["documents"]) as fusion:
         cache = llama(ids).past_key_values
         llama(ids, past_key_values=cache, cu_seq_lens_q=offsets)
-        assert [row.idle for row in rows_of(fusion)] == ["a cache was passed"]
+        assert [row.idle for row in list_document_rows(fusion)] == ["a cache was passed"]
 
 
 def test_wrong_offsets_raise(llama):
@@ -374,7 +374,7 @@ def test_dropout_runs_the_configured_attention_with_a_mask():
     with tigon.fuse(model, parts=["documents"]) as fusion:
         torch.manual_seed(0)
         assert torch.equal(model(**batch).loss, kept_apart)
-        assert [row.idle for row in rows_of(fusion)] == ["attention has dropout 0.5"]
+        assert [row.idle for row in list_document_rows(fusion)] == ["attention has dropout 0.5"]
         text = str(fusion.report())
     assert "varlen_attention. Did not run: attention has dropout 0.5" in text
 
@@ -386,7 +386,7 @@ def test_attention_weights_come_from_eager_attention():
     with tigon.fuse(model, parts=["documents"]) as fusion:
         got = model(**batch, output_attentions=True).attentions
         assert all(map(torch.equal, got, want))
-        assert [row.idle for row in rows_of(fusion)] == ["attention weights were asked for"]
+        assert [row.idle for row in list_document_rows(fusion)] == ["attention weights were asked for"]
 
 
 def test_hooks_that_move_inputs_move_no_mask(llama, want, no_masks):
@@ -441,14 +441,14 @@ def test_attention_that_cannot_has_the_dense_mask(make, why):
     want = torch.cat([model(row[None]).logits[0] for row in rows])
     with tigon.fuse(model) as fusion:
         torch.testing.assert_close(model(**without(pack(rows), "labels")).logits[0], want)
-        assert any(why in text for row in rows_of(fusion) for text in (row.idle, row.what))
+        assert any(why in text for row in list_document_rows(fusion) for text in (row.idle, row.what))
 
 
 def test_flash_attention_stays():
     model = build("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     with tigon.fuse(model) as fusion:
-        assert [(row.fused, row.what) for row in rows_of(fusion)] == [
+        assert [(row.fused, row.what) for row in list_document_rows(fusion)] == [
             (False, "flash_attention_2 reads packed batches itself")
         ]
 
