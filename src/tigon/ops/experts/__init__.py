@@ -31,6 +31,7 @@ from tigon.kernels import (
     weight_and_bias,
 )
 from tigon.ops.example import Example
+from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
 from tigon.ops.experts.reference import moe_mlp_reference
@@ -41,7 +42,8 @@ Experts = Tensor | tuple[Tensor, Tensor | None]
 
 def moe_mlp(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Experts, down: Experts, *,
-    config: Expert = DEFAULT, **unknown: NoReturn,
+    config: Expert = DEFAULT, gate_up_adapter: ExpertAdapter | None = None,
+    down_adapter: ExpertAdapter | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Run each token through its K experts, and sum the weighted results.
 
@@ -55,6 +57,9 @@ def moe_mlp(
             the same strides.
         down: (E, D, I), x's dtype, in either memory order; or a pair (weight, bias) with a bias (E, D).
         config: a `tigon.Expert`: activation, gate, clamp and offset.
+        gate_up_adapter: a `tigon.ExpertAdapter`, A (E, r, D) and B (E, 2I, r): adds scale · B (A x) to gate_up's
+            product. The sum of weight and adapter is never built.
+        down_adapter: likewise for down, A (E, r, I) and B (E, D, r). The two ranks may differ.
     Returns: (T, D) in x's dtype; summed in fp32 and rounded once.
     Raises: ValueError for invalid shapes, dtypes, devices or options.
 
@@ -76,24 +81,27 @@ def moe_mlp(
     down_weight, down_bias = weight_and_bias("moe_mlp", "down", down, linear=False)
     experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
+    check_adapter("gate_up_adapter", gate_up_adapter, tuple(gate_up_weight.shape), x)
+    check_adapter("down_adapter", down_adapter, tuple(down_weight.shape), x)
+    factors = [cast_factors(adapter, dtype) for adapter in (gate_up_adapter, down_adapter)]
     if autocast_dtype(x.device.type) is None:
-        return _moe(x, top_k_index, top_k_weights, *experts, config.options())
+        return _moe(x, top_k_index, top_k_weights, *experts, *factors, config.options())
     # `to` is differentiable: each gradient returns in its parameter's dtype. Routing weights multiply in fp32, so they
     # need no cast.
     cast = [t if t is None else t.to(dtype) for t in (x, *experts)]
     with torch.autocast(autocast_device(x.device.type), enabled=False):  # tensors are cast already
-        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], config.options())  # type: ignore[arg-type,call-arg]
+        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], *factors, config.options())  # type: ignore[arg-type,call-arg]
     return y.to(x.dtype)
 
 
 def _moe(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, options: Options,
+    down_bias: Tensor | None, gate_up_factors: Factors, down_factors: Factors, options: Options,
 ) -> Tensor:  # fmt: skip
     experts = (gate_up, down, gate_up_bias, down_bias)
     # top_k_index is omitted: use_triton expects float tensors.
-    if not use_triton(x, weights, *experts):
-        return moe_mlp_reference(x, index, weights, *experts, options)
+    if not use_triton(x, weights, *experts) or gate_up_factors[0] is not None or down_factors[0] is not None:
+        return moe_mlp_reference(x, index, weights, *experts, options, gate_up_factors, down_factors)
     wants = (x, weights, gate_up, gate_up_bias, down)  # the gradient for down's bias does not need z
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
