@@ -100,12 +100,14 @@ def _moe(
 ) -> Tensor:  # fmt: skip
     experts = (gate_up, down, gate_up_bias, down_bias)
     # top_k_index is omitted: use_triton expects float tensors.
-    if not use_triton(x, weights, *experts) or gate_up_factors[0] is not None or down_factors[0] is not None:
+    if not use_triton(x, weights, *experts):
         return moe_mlp_reference(x, index, weights, *experts, options, gate_up_factors, down_factors)
-    wants = (x, weights, gate_up, gate_up_bias, down)  # the gradient for down's bias does not need z
+    (*first, gate_up_scale), (*second, down_scale) = gate_up_factors, down_factors
+    # The gradient for down's bias does not need z.
+    wants = (x, weights, gate_up, gate_up_bias, down, *first, *second)
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
-    return _moe_mlp(x, index, weights, *experts, keep, *options)
+    return _moe_mlp(x, index, weights, *experts, *first, *second, keep, gate_up_scale, down_scale, *options)
 
 
 def _check(
