@@ -36,7 +36,7 @@ def expert_adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self, *args, **kwargs)
     y = _run(self, args, kwargs)
     if isinstance(y, Reason):
-        patch.ledger.count_fallback(PART.kind, None, y.text)
+        patch.ledger.count_fallback("adapters", None, y.text)  # reported together with those of linear layers
         return plain_forward(self, *args, **kwargs)
     patch.ledger.count(PART.kind, patch.key)
     return y

@@ -321,7 +321,7 @@ def run_experts(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gate_up_adapter: ExpertAdapter | None = None,
     down_adapter: ExpertAdapter | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """A fused module's result by `moe_mlp`, for its forward's arguments; None where the module's own code has to run."""
+    """A fused module's result by `moe_mlp` for its forward's arguments; None where the module's own code must run."""
     patch: Patch = module._tigon
     formula: Experts = patch.formula
     if not patch.ledger.active or is_functorch_active() or not patch.still_holds(module):
