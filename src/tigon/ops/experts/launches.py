@@ -179,26 +179,27 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
 
 # --------------------------------------------------------------------------------------------------------- launches
 
-_OPTIONS = "str act, bool gated, bool interleaved, float alpha, float? limit, float up_offset"
+_FACTORS = "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b"
+_OPTIONS = (
+    "float gate_up_scale, float down_scale, str act, bool gated, bool interleaved, float alpha, float? limit, "
+    "float up_offset"
+)
 
 
-def _moe_mlp_fwd_fake(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None,
-    down_b: Tensor | None, keep: bool, gate_up_scale: float, down_scale: float, *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _moe_mlp_fwd_fake(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    gate_up_a, keep = rest[3], rest[7]
     S = index.shape[0] * index.shape[1]
     z = x.new_empty((S, gate_up.shape[1]) if keep else (0,))
     s = x.new_empty((S, gate_up_a.shape[1]) if keep and gate_up_a is not None else (0,))
     return x.new_empty(x.shape), z, s, *empty_routing(index, gate_up.shape[0])
 
 
-@launcher(_moe_mlp_fwd_fake, rest=_OPTIONS, results=7)
+@launcher(_moe_mlp_fwd_fake, rest=f"{_FACTORS}, bool keep, {_OPTIONS}", results=7)
 def _moe_mlp_fwd(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None,
-    down_b: Tensor | None, keep: bool, gate_up_scale: float, down_scale: float, *options: Any,
+    down_bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    gate_up_a, gate_up_b, down_a, down_b, keep, gate_up_scale, down_scale, *options = rest
     (E, D, N), K = down.shape, index.shape[1]
     S = index.numel()
     # Depends on shapes alone: forward and backward agree without a device synchronization.
@@ -263,26 +264,26 @@ def _moe_mlp_bwd_fake(
 
 @launcher(
     _moe_mlp_bwd_fake,
-    rest="Tensor z, Tensor s, Tensor order, Tensor place, Tensor offsets, Tensor tiles, float gate_up_scale, "
-    f"float down_scale, {_OPTIONS}",
+    rest="Tensor? gate_up_bias, Tensor? down_bias, "
+    f"{_FACTORS}, Tensor z, Tensor s, Tensor order, Tensor place, Tensor offsets, Tensor tiles, {_OPTIONS}",
     results=10,
 )
 def _moe_mlp_bwd(
     dy: Tensor, needs: list[bool], reuse: bool, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor,
-    down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_a: Tensor | None,
-    gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, *saved: Any,
+    down: Tensor, *saved: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the ten gradients; unneeded gradients are empty.
 
     reuse: dz may overwrite z. Never set in a compiled graph, whose operators must not mutate their inputs.
     """
-    z, s, order, place, offsets, tiles, gate_up_scale, down_scale, *options = saved
-    routing = Routing(order, place, offsets, tiles)
-    tensors = (x, weights, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b)
+    tensors = (x, weights, gate_up, down, *saved[:6])
+    _, down_bias, gate_up_a, gate_up_b, down_a, down_b, z, s, *rest = saved
+    *sorted_choices, gate_up_scale, down_scale = rest[:6]
+    routing, options = Routing(*sorted_choices), rest[6:]
     gradient = _rooms(needs, *tensors)
     found = [x.new_empty(0) for _ in range(10)]
     (E, D, N), K = down.shape, index.shape[1]
-    S = order.shape[0]
+    S = routing.order.shape[0]
     rows = rows_of_a_tile(S, E, x.dtype)
     index, weights, dy, x = index.contiguous(), weights.contiguous(), view_rows(dy), view_rows(x)
     needs = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
