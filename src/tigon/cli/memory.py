@@ -56,6 +56,7 @@ class StepOptions:
     fp8: bool = option(False, "Fused model: run the decoder layers' linear layers in FP8.")
     lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
+    lora_target_parameters: str = option("", "Parameters with adapters, such as stacked experts, separated by commas.")
     lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
     quantize: str | None = option(None, f"{', '.join(QUANTIZE)}: 4-bit or 8-bit frozen linear layers under adapters.")
     attention: str | None = option(None, "sdpa, eager, flash_attention_2, …")
@@ -106,7 +107,7 @@ class Sides:
         self.saved = sum(m.weight.nbytes - stored_bytes(m, setup.quantize) for m in narrow)
         self.dense = max((m.weight.nbytes for m in narrow), default=0)
         if setup.lora:
-            adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
+            adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout, setup.lora_target_parameters)
         if adapters is not None:
             self.model = add_adapters(self.model, adapters)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
