@@ -31,7 +31,7 @@ from tigon.kernels import (
     weight_and_bias,
 )
 from tigon.ops.example import Example
-from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter
+from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter, pad_ranks
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
 from tigon.ops.experts.reference import moe_mlp_reference
@@ -102,7 +102,7 @@ def _moe(
     # top_k_index is omitted: use_triton expects float tensors.
     if not use_triton(x, weights, *experts):
         return moe_mlp_reference(x, index, weights, *experts, options, gate_up_factors, down_factors)
-    (*first, gate_up_scale), (*second, down_scale) = gate_up_factors, down_factors
+    (*first, gate_up_scale), (*second, down_scale) = pad_ranks(gate_up_factors), pad_ranks(down_factors)
     # The gradient for down's bias does not need z.
     wants = (x, weights, gate_up, gate_up_bias, down, *first, *second)
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
