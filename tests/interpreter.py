@@ -351,10 +351,11 @@ def _stay_within_arguments() -> None:
     """Refuse a load or store outside the storages of the launch's arguments, as compute-sanitizer does on a GPU.
 
     NumPy would read or write whatever lies there: a test passes, or the process dies at some later allocation.
-    Kernels that take addresses as numbers (tables of pointers) are not checked.
+    A launch is not checked after it has made a number a pointer, as kernels do with tables of addresses.
     """
     begin, builder = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder
-    ranges: list[tuple[int, int]] = []
+    point = builder.create_int_to_ptr
+    ranges: list[tuple[int, int]] | None = None
 
     def init_args_hst(self, args_dev, kwargs):
         nonlocal ranges
@@ -365,7 +366,14 @@ def _stay_within_arguments() -> None:
         ranges = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages})
         return found
 
+    def int_to_ptr(self, *args):
+        nonlocal ranges
+        ranges = None
+        return point(self, *args)
+
     def check(ptrs, size, mask=None):
+        if ranges is None:
+            return
         seen = ptrs.data if mask is None else ptrs.data[np.asarray(mask.data, bool)]
         if not seen.size:
             return
@@ -392,6 +400,7 @@ def _stay_within_arguments() -> None:
         setattr(builder, name, run)
 
     interpreter.GridExecutor._init_args_hst = init_args_hst
+    builder.create_int_to_ptr = int_to_ptr
     checked("create_masked_load", 1)
     checked("create_masked_store", 2)
     checked("create_atomic_rmw", 3)
