@@ -1,0 +1,169 @@
+"""Attention of a vision tower that has several images in one row: one call of `tigon.varlen_attention` for all of them.
+
+Such a tower asks for flash attention by name, and then attends once, by the images' offsets. Otherwise it splits
+queries, keys and values on the host and attends to one image, or one window, after another:
+
+    if is_flash_attention_requested(self.config):
+        attn_output, _ = attention_interface(self, q, k, v, attention_mask=None, cu_seq_lens_q=cu_seqlens, …)
+    else:
+        splits = [torch.split(tensor, lengths.tolist(), dim=2) for tensor in (q, k, v)]
+        …
+
+The rewritten forward takes the first way, with an attention function that runs on the offsets.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.bytecode import list_names
+from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.engine.part import Part, Site, Stage, register
+from tigon.fusion.engine.patch import Patch, is_functorch_active
+from tigon.fusion.engine.reasons import REPLACED, Reason
+from tigon.kernels import autocast_dtype
+from tigon.ops.prefix_attention.checks import WIDEST
+from tigon.ops.varlen_attention import varlen_attention
+
+REGISTRY, FLASH = "ALL_ATTENTION_FUNCTIONS", "is_flash_attention_requested"
+OFFSETS = "cu_seq_lens_q", "cu_seq_lens_k"
+# Options that tell nothing beside the offsets, or that `attend_to_images` reads.
+KNOWN = {*OFFSETS, "max_length_q", "max_length_k", "scaling", "softcap", "dropout", "is_causal", "position_ids"}
+WHAT = "attention of all images in a row by tigon.varlen_attention"
+
+
+class ImagesPart(Part):
+    """Rewrites a tower's attention, so that all images of a batch attend in one call."""
+
+    kind, stage = "images", Stage.AROUND
+    idle = "the batch had no images"
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        if not attends_by_image(type(module).forward):
+            return
+        patch = site.find_patch(module)
+        reason = site.why_not(module) if patch is None else None
+        made = _rewrite(site, module) if reason is None else reason
+        if isinstance(made, Reason):
+            site.record_skipped(self, module, made)
+        else:
+            if patch is None:
+                site.install(module, made, Patch(self, site.ledger))
+            else:
+                site.rewrite(self, module, made)
+            site.record_fused(self, module, WHAT, key=type(module).__name__)
+
+    def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
+        made: Callable[..., Any] = _rewrite(site, module)
+        return made
+
+
+def attends_by_image(forward: Any) -> bool:
+    """Whether a forward has both ways: one call with offsets, and one per image."""
+    code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+    if code is None or not {REGISTRY, FLASH} <= {*code.co_names} or "split" not in list_names(code):
+        return False
+    # The names of keyword arguments stand alone, or together in one constant.
+    constants = [n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,))]
+    return all(name in constants for name in OFFSETS)
+
+
+def _rewrite(site: Site, module: nn.Module) -> Any:
+    """The module's forward, as other parts installed it, with other attention functions; or the Reason why not."""
+    forward = vars(module)["forward"].__func__ if site.find_patch(module) is not None else type(module).forward
+    if not attends_by_image(forward):
+        return REPLACED
+    return site.get_rewritten(forward, "images", functools.partial(_make_globals, site.ledger))
+
+
+def _make_globals(ledger: Ledger, fn: types.FunctionType) -> dict[str, Any]:
+    asks_for_flash = fn.__globals__[FLASH]
+
+    def takes_offsets(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        is_ours = ledger.active and not is_functorch_active() and _is_dense(config)
+        return is_ours or asks_for_flash(config, *args, **kwargs)
+
+    return {FLASH: takes_offsets, REGISTRY: ImageRegistry(fn.__globals__[REGISTRY], ledger)}
+
+
+def _is_dense(config: Any) -> bool:
+    """Whether a configuration names attention without offsets, whose weights nobody has asked for."""
+    name = getattr(config, "_attn_implementation", "")
+    return name in (None, "sdpa", "eager") and not getattr(config, "output_attentions", False)
+
+
+class ImageRegistry:
+    """transformers' attention functions, which run on offsets where the configured function takes none."""
+
+    def __init__(self, registry: Any, ledger: Ledger) -> None:
+        self.registry, self.ledger = registry, ledger
+
+    def get_interface(self, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = self.registry.get_interface(name, default)
+        return functools.partial(attend_to_images, found, self.ledger) if name in (None, "sdpa", "eager") else found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.registry, name)
+
+
+def attend_to_images(
+    function: Callable[..., Any], ledger: Ledger, module: Any, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any = None, **options: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(1, H, T, D) heads → (1, T, H, D), each image by itself. function: the configured attention."""
+    offsets = options.get("cu_seq_lens_q")
+    if offsets is None:
+        return function(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    autocast, name = autocast_dtype(query.device.type), type(module).__name__
+    if autocast is not None and query.dtype != torch.float64:
+        query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
+    why = _why_apart(query, key, value, attention_mask, options)
+    if why is not None:
+        ledger.count_fallback("images", name, why)
+        return _attend_one_by_one(function, module, query, key, value, attention_mask, **options)
+    ledger.count("images", name)
+    o = varlen_attention(
+        *(t[0].transpose(0, 1) for t in (query, key, value)), offsets.to(query.device), scale=options.get("scaling"),
+        softcap=options.get("softcap"), causal=False,
+    )  # fmt: skip
+    return o[None], None
+
+
+def _why_apart(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
+    """Why each image needs a call of the configured function, a clause; None if it does not."""
+    offsets, others = (options[name] for name in OFFSETS)
+    if options.get("dropout"):
+        return f"attention had dropout {options['dropout']}"
+    if options.get("is_causal") is not False:
+        return "attention was causal"
+    if mask is not None:
+        return "attention had a mask"
+    if further := [name for name, given in options.items() if name not in KNOWN and given is not None]:
+        return f"attention took {further[0]}"
+    if others is not offsets or not q.dtype == k.dtype == v.dtype or any(hasattr(t, "device_mesh") for t in (q, k, v)):
+        return "its keys were of other images, dtypes or devices than its queries"
+    if q.shape[0] != 1 or k.shape != v.shape or q.shape[1] % k.shape[1] or q.shape[-1] > WIDEST:
+        return f"heads of {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} do not fit"
+    return None
+
+
+def _attend_one_by_one(
+    function: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *,
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, max_length_q: Any = None, max_length_k: Any = None, **options: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """What the tower itself does without flash attention."""
+    lengths = cu_seq_lens_q.diff().tolist()
+    images = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
+    found = [function(module, q, k, v, mask, **options) for q, k, v in images]
+    weights = tuple(w for _, w in found)
+    return torch.cat([o for o, _ in found], 1), None if None in weights else weights
+
+
+register(ImagesPart())
