@@ -99,7 +99,8 @@ def test_images_become_an_adapter_with_its_processor(here, models, pictures, tmp
     from transformers import AutoProcessor
 
     given = ("--model_name_or_path", models["sees"], "--dataset_name", write(pictures, in_parts()), *QUICK, *LORA,
-             "--max_steps", 2, "--per_device_train_batch_size", 4, "--learning_rate", 0.5, "--optim", "sgd")  # fmt: skip
+             "--max_steps", 2, "--per_device_train_batch_size", 4, "--learning_rate", 0.5, "--optim", "sgd",
+             )  # fmt: skip
     said = here("train", *given, "--output_dir", tmp_path / "fused").ok().out
     assert "patches of 2 × 2 as a matrix product" in said
     assert "loss without logits" in said

@@ -164,6 +164,19 @@ def test_the_kernels_attend_as_the_tower_does(model, triton_backend):
         assert fusion.report().calls == {"images": 2, "patches": 1}
 
 
+def test_a_copy_has_attention_of_its_own(model):
+    inputs = make_batch(GRIDS[:1])
+    plain = step(model, inputs)
+    for parts in (None, ["images"], ["images", "linear"]):
+        with tigon.fuse(model, parts=parts) as fusion:
+            twin = copy.deepcopy(model)
+        assert_close(step(twin, inputs), plain)
+        assert "images" not in fusion.report().calls
+        assert vars(twin)["_tigon_fusion"].report().calls["images"] == 2
+        vars(twin)["_tigon_fusion"].remove()
+        assert torch.equal(step(twin, inputs)[0], plain[0])
+
+
 def test_a_batch_without_images_runs_and_the_report_says_so(model):
     inputs = make_batch([])
     plain = step(model, inputs)

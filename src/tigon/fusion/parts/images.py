@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -80,17 +79,19 @@ def _rewrite(site: Site, module: nn.Module) -> Any:
     forward = vars(module)["forward"].__func__ if site.find_patch(module) is not None else type(module).forward
     if not attends_by_image(forward):
         return REPLACED
-    return site.get_rewritten(forward, "images", functools.partial(_make_globals, site.ledger))
+    # transformers' own functions, also in a copied model, whose forward may have those of the first model's ledger.
+    own = inspect.unwrap(type(module).forward).__globals__
+    return site.get_rewritten(forward, "images", lambda _: _make_globals(site.ledger, own))
 
 
-def _make_globals(ledger: Ledger, fn: types.FunctionType) -> dict[str, Any]:
-    asks_for_flash = fn.__globals__[FLASH]
+def _make_globals(ledger: Ledger, own: dict[str, Any]) -> dict[str, Any]:
+    asks_for_flash = own[FLASH]
 
     def takes_offsets(config: Any = None, *args: Any, **kwargs: Any) -> bool:
         is_ours = ledger.active and not is_functorch_active() and _is_dense(config)
         return is_ours or asks_for_flash(config, *args, **kwargs)
 
-    return {FLASH: takes_offsets, REGISTRY: ImageRegistry(fn.__globals__[REGISTRY], ledger)}
+    return {FLASH: takes_offsets, REGISTRY: ImageRegistry(own[REGISTRY], ledger)}
 
 
 def _is_dense(config: Any) -> bool:
