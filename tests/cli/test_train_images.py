@@ -12,7 +12,7 @@ from command import losses  # noqa: E402
 from vision_made import COLOURS, IMAGE_TOKENS, make_model, make_processor, paint, talk  # noqa: E402
 
 QUICK = ("--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--report_to", "none", "--logging_steps", 1)
-LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", 4)
+LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", 4, "--lora_dropout", 0)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,16 @@ def in_prompts():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [in_columns, in_parts, in_prompts])
-def test_all_forms_of_rows_give_the_same_images_to_the_trainer(rows, models, pictures):
+@pytest.mark.parametrize(
+    ("rows", "stream"), [(in_columns, "false"), (in_columns, "true"), (in_parts, "false"), (in_prompts, "false")]
+)
+def test_all_forms_of_rows_give_the_same_images_to_the_trainer(rows, stream, models, pictures):
     from tigon.cli.train.data import read_data
     from tigon.cli.train.images import has_images, prepare_rows
     from tigon.cli.train.options import parse_options
 
     given = ["--dataset_name", str(write(pictures, rows())), "--model_name_or_path", str(models["sees"])]
-    options = parse_options([*given, *map(str, QUICK), "--max_length", "64"])
+    options = parse_options([*given, *map(str, QUICK), "--max_length", "64", "--dataset_streaming", stream])
     found, _ = read_data(options)
     assert has_images(found)
     ready = prepare_rows(found, options, make_processor())

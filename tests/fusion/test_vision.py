@@ -203,7 +203,8 @@ def test_flash_attention_stays_as_configured(model):
     ("changes", "why"),
     [
         ({"dropout": 0.25}, "attention had dropout 0.25"), ({"is_causal": True}, "attention was causal"),
-        ({"window": 3}, "attention took window"), ({"cu_seq_lens_k": torch.tensor([0, 7])}, "its keys were of other"),
+        ({"softcap": 3.0}, "attention took softcap"),
+        ({"cu_seq_lens_k": torch.tensor([0, 7])}, "its keys were of other"),
         ({"attention_mask": "mask"}, "attention had a mask"),
     ],
 )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,8 @@ def load_processor(options: TrainOptions, source: Source) -> Any:
         option, name = "--tokenizer_name_or_path", str(Path(options.fuse.tokenizer_name_or_path).expanduser())
     hint = "copy preprocessor_config.json, processor_config.json and the tokenizer from where the model comes"
     try:
-        processor: Any = AutoProcessor.from_pretrained(name)
+        load: Any = AutoProcessor.from_pretrained  # which transformers does not annotate
+        processor = load(name)
     except Exception as error:
         raise Problem(
             f"{option} {name}: no processor for images can be loaded ({one_line(error, 160)}); {hint}"
@@ -101,25 +101,24 @@ def prepare_rows(rows: Any, options: TrainOptions, processor: Any) -> Any:
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         found: list[Any] = []
         talk = {name: _take_images(row[name], found) for name in talks}
-        images = next((row[name] for name in COLUMNS if row.get(name)), [])
+        images: Any = next((row[name] for name in COLUMNS if row.get(name)), [])
         images = list(images) if isinstance(images, list) else [images]
         return {"images": [_place(image, folders) for image in images + found], **talk}
 
-    if isinstance(rows, datasets.Dataset):
-        columns = [name for name in COLUMNS if name in rows.column_names]
-        for name in columns:  # a column that datasets decodes is read as the paths and bytes that it has
+    for name in COLUMNS:  # a column that datasets decodes is read as the paths and bytes that it has
+        if name in (rows.features or ()):
             rows = rows.cast_column(name, _store_undecoded(rows.features[name]))
-    features = None
-    if hasattr(datasets, "Json"):  # since 4.5: parts keep the keys that they have, where a struct has all keys of all
-        features = datasets.Features({"images": datasets.List(datasets.Image(decode=False))})
-        for name in talks:
-            is_text = isinstance(first[name], str)
-            features[name] = datasets.Value("string") if is_text else datasets.List(datasets.Json())
-    rows = rows.map(convert, remove_columns=list(first), features=features)
-    rows = rows.cast_column("images", datasets.List(datasets.Image(decode=False)))
-    limit = options.trainer.max_length
-    for i, row in enumerate(rows if isinstance(rows, datasets.Dataset) else itertools.islice(rows, 1)):
-        check_row(row, f"--dataset_name {data}: row {i + 1}", processor, limit)
+    where, limit = f"--dataset_name {data}: row", options.trainer.max_length
+    if not isinstance(rows, datasets.Dataset):
+        check_row(convert(next(iter(rows))), f"{where} 1", processor, limit)
+        return rows.map(lambda row: _decode(convert(row)), remove_columns=list(first))
+    features = datasets.Features({"images": datasets.List(datasets.Image(decode=False))})
+    for name in talks if hasattr(datasets, "Json") else ():  # since 4.5; in a struct each part has the keys of all
+        is_text = isinstance(first[name], str)
+        features[name] = datasets.Value("string") if is_text else datasets.List(datasets.Json())
+    rows = rows.map(convert, remove_columns=list(first), features=features if len(features) > 1 else None)
+    for i, row in enumerate(rows.cast_column("images", features["images"])):
+        check_row(row, f"{where} {i + 1}", processor, limit)
     return rows.cast_column("images", datasets.List(datasets.Image()))
 
 
@@ -128,8 +127,8 @@ def check_row(row: dict[str, Any], where: str, processor: Any, limit: int | None
     sizes = [_read_size(image, where) for image in row["images"]]
     talk = row.get("messages", row.get("prompt"))
     if isinstance(talk, list):  # TRL puts all images before a first user message that is a string
-        users = (m for m in talk if m["role"] == "user")
-        is_free = isinstance(next(users, {}).get("content"), str)
+        asked = next((m.get("content") for m in talk if m["role"] == "user"), None)
+        is_free = isinstance(asked, str)
         count = sum(_is_image(part) for part in _list_parts(row))
         if count != len(sizes) and not (is_free and count == 0):
             raise Problem(f"{where} has {len(sizes)} images, and {count} parts of its messages ask for one")
@@ -187,6 +186,11 @@ def _place(image: Any, folders: list[Path]) -> Any:
         "path": str(next((place for place in places if place.is_file()), places[0] if places else path)),
         "bytes": None,
     }
+
+
+def _decode(row: dict[str, Any]) -> dict[str, Any]:
+    decode = datasets.Image().decode_example
+    return {**row, "images": [decode(image) for image in row["images"]]}
 
 
 def _store_undecoded(feature: Any) -> Any:

@@ -65,7 +65,7 @@ def run(options: TrainOptions) -> None:
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
         if is_captured(options, trainer):
-            trainer.add_callback(CapturedSteps(trainer, options.fuse.capture))
+            trainer.add_callback(CapturedSteps(trainer, "on" if options.fuse.capture == "on" else "auto"))
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()

@@ -33,8 +33,9 @@ from tigon.ops.varlen_attention import varlen_attention
 
 REGISTRY, FLASH = "ALL_ATTENTION_FUNCTIONS", "is_flash_attention_requested"
 OFFSETS = "cu_seq_lens_q", "cu_seq_lens_k"
-# Options that tell nothing beside the offsets, or that `attend_to_images` reads.
-KNOWN = {*OFFSETS, "max_length_q", "max_length_k", "scaling", "softcap", "dropout", "is_causal", "position_ids"}
+# Options that change attention; and tensors that do not.
+CHANGES = ("softcap", "sliding_window")
+HARMLESS = {*OFFSETS, "max_length_q", "max_length_k", "position_ids"}
 WHAT = "attention of all images in a row by tigon.varlen_attention"
 
 
@@ -130,10 +131,8 @@ def attend_to_images(
         ledger.count_fallback("images", name, why)
         return _attend_one_by_one(function, module, query, key, value, attention_mask, **options)
     ledger.count("images", name)
-    o = varlen_attention(
-        *(t[0].transpose(0, 1) for t in (query, key, value)), offsets.to(query.device), scale=options.get("scaling"),
-        softcap=options.get("softcap"), causal=False,
-    )  # fmt: skip
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    o = varlen_attention(q, k, v, offsets.to(q.device), scale=options.get("scaling"), causal=False)
     return o[None], None
 
 
@@ -146,8 +145,9 @@ def _why_apart(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, An
         return "attention was causal"
     if mask is not None:
         return "attention had a mask"
-    if further := [name for name, given in options.items() if name not in KNOWN and given is not None]:
-        return f"attention took {further[0]}"
+    for name, given in options.items():
+        if (isinstance(given, Tensor) and name not in HARMLESS) or (name in CHANGES and given is not None):
+            return f"attention took {name}"
     if others is not offsets or not q.dtype == k.dtype == v.dtype or any(hasattr(t, "device_mesh") for t in (q, k, v)):
         return "its keys were of other images, dtypes or devices than its queries"
     if q.shape[0] != 1 or k.shape != v.shape or q.shape[1] % k.shape[1] or q.shape[-1] > WIDEST:

@@ -31,7 +31,7 @@ class Patches:
         return f"patches of {' × '.join(map(str, self.kernel))} as a matrix product"
 
 
-def recognize_patches(module: nn.Module) -> Patches | None:
+def recognize_patches(module: Any) -> Patches | None:
     """The kernel of a convolution over patches side by side, without padding; None for any other module."""
     if type(module) not in (nn.Conv2d, nn.Conv3d) or module.groups != 1 or math.prod(module.kernel_size) == 1:
         return None
@@ -42,7 +42,7 @@ def recognize_patches(module: nn.Module) -> Patches | None:
 
 def patches_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch, formula = self._tigon, self._tigon.formula
-    x = as_tensor(args[0]) if len(args) == 1 and not kwargs else None
+    x: Any = as_tensor(args[0]) if len(args) == 1 and not kwargs else None
     if not patch.ledger.active or is_functorch_active() or not patch.still_holds(self) or not _fits(self, x, formula):
         return plain_forward(self, *args, **kwargs)
     patch.ledger.count("patches", patch.key)
