@@ -199,6 +199,33 @@ def test_flash_attention_stays_as_configured(model):
         assert registry.get_interface("flex_attention", None) is registry.registry["flex_attention"]
 
 
+def test_a_tower_that_masks_all_images_at_once_needs_no_mask(monkeypatch):
+    from transformers.models.pixtral import modeling_pixtral as pixtral
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "patch_size": 4, "image_size": 32}  # fmt: skip
+    torch.manual_seed(0)
+    tower = pixtral.PixtralVisionModel(T.PixtralVisionConfig(**sizes))
+    pixels, image_sizes = torch.randn(3, 3, 24, 20), [(24, 20), (8, 4), (13, 20)]
+
+    def run(model):
+        y = model(pixels, image_sizes=image_sizes).last_hidden_state
+        model.zero_grad()
+        y.square().sum().backward()
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = run(tower)
+    monkeypatch.setattr(pixtral, "generate_block_attention_mask", None)
+    with tigon.fuse(tower) as fusion:
+        torch.testing.assert_close(run(tower), plain, rtol=1e-4, atol=1e-4)
+        assert fusion.report().calls["images"] == 2
+        twin = copy.deepcopy(tower)
+        torch.testing.assert_close(run(twin), plain, rtol=1e-4, atol=1e-4)
+        assert vars(twin)["_tigon_fusion"].report().calls["images"] == 2
+    monkeypatch.undo()
+    assert all(torch.equal(g, p) for g, p in zip(run(tower), plain, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

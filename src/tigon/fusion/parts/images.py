@@ -9,7 +9,8 @@ queries, keys and values on the host and attends to one image, or one window, af
         splits = [torch.split(tensor, lengths.tolist(), dim=2) for tensor in (q, k, v)]
         …
 
-The rewritten forward takes the first way, with an attention function that runs on the offsets.
+The rewritten forward takes the first way, with an attention function that runs on the offsets. Pixtral's tower chooses
+once for its layers, between the offsets and a dense mask over all images.
 """
 
 from __future__ import annotations
@@ -40,59 +41,78 @@ WHAT = "attention of all images in a row by tigon.varlen_attention"
 
 
 class ImagesPart(Part):
-    """Rewrites a tower's attention, so that all images of a batch attend in one call."""
+    """Rewrites the attention of a tower, and the tower where that makes the mask, so that all images attend at once."""
 
     kind, stage = "images", Stage.AROUND
     idle = "the batch had no images"
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        if not attends_by_image(type(module).forward):
-            return
-        patch = site.find_patch(module)
-        reason = site.why_not(module) if patch is None else None
-        made = _rewrite(site, module) if reason is None else reason
-        if isinstance(made, Reason):
-            site.record_skipped(self, module, made)
-        else:
-            if patch is None:
-                site.install(module, made, Patch(self, site.ledger))
+        forward = type(module).forward
+        attention = [module] if attends_by_image(forward) else []
+        if not attention and passes_offsets(forward):
+            attention = [m for m in module.modules() if m is not module and REGISTRY in read_names(type(m).forward)]
+        made: dict[nn.Module, Any] = {}
+        for m in dict.fromkeys((*attention, module)) if attention else ():
+            reason = site.why_not(m) if site.find_patch(m) is None else None
+            made[m] = _rewrite(site, m) if reason is None else reason
+        wrong = next((reason for reason in made.values() if isinstance(reason, Reason)), None)
+        for m, rewritten in made.items() if wrong is None else ():
+            if site.find_patch(m) is None:
+                site.install(m, rewritten, Patch(self, site.ledger))
             else:
-                site.rewrite(self, module, made)
-            site.record_fused(self, module, WHAT, key=type(module).__name__)
+                site.rewrite(self, m, rewritten)
+        for m in attention:
+            if wrong is None:
+                site.record_fused(self, m, WHAT, key=type(m).__name__)
+            else:
+                site.record_skipped(self, m, wrong)
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
         made: Callable[..., Any] = _rewrite(site, module)
         return made
 
 
-def attends_by_image(forward: Any) -> bool:
-    """Whether a forward has both ways: one call with offsets, and one per image."""
+def read_names(forward: Any) -> set[str]:
+    """The global names and attributes that a forward itself reads."""
     code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
-    if code is None or not {REGISTRY, FLASH} <= {*code.co_names} or "split" not in list_names(code):
+    return set() if code is None else {*code.co_names}
+
+
+def passes_offsets(forward: Any) -> bool:
+    """Whether a forward passes the images' offsets to attention if that is flash attention."""
+    if FLASH not in read_names(forward):
         return False
     # The names of keyword arguments stand alone, or together in one constant.
-    constants = [n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,))]
+    constants = [n for c in inspect.unwrap(forward).__code__.co_consts for n in (c if isinstance(c, tuple) else (c,))]
     return all(name in constants for name in OFFSETS)
+
+
+def attends_by_image(forward: Any) -> bool:
+    """Whether a forward has both ways: one call with offsets, and one per image."""
+    if REGISTRY not in read_names(forward) or not passes_offsets(forward):
+        return False
+    return "split" in list_names(inspect.unwrap(forward).__code__)
 
 
 def _rewrite(site: Site, module: nn.Module) -> Any:
     """The module's forward, as other parts installed it, with other attention functions; or the Reason why not."""
     forward = vars(module)["forward"].__func__ if site.find_patch(module) is not None else type(module).forward
-    if not attends_by_image(forward):
+    names = read_names(forward) & {FLASH, REGISTRY}
+    if not names:
         return REPLACED
     # transformers' own functions, also in a copied model, whose forward may have those of the first model's ledger.
     own = inspect.unwrap(type(module).forward).__globals__
-    return site.get_rewritten(forward, "images", lambda _: _make_globals(site.ledger, own))
+    return site.get_rewritten(forward, "images", lambda _: {n: MAKE[n](own[n], site.ledger) for n in names})
 
 
-def _make_globals(ledger: Ledger, own: dict[str, Any]) -> dict[str, Any]:
-    asks_for_flash = own[FLASH]
+def ask_for_offsets(asks_for_flash: Callable[..., bool], ledger: Ledger) -> Callable[..., bool]:
+    """What a forward asks in place of `is_flash_attention_requested`."""
 
     def takes_offsets(config: Any = None, *args: Any, **kwargs: Any) -> bool:
         is_ours = ledger.active and not is_functorch_active() and _is_dense(config)
         return is_ours or asks_for_flash(config, *args, **kwargs)
 
-    return {FLASH: takes_offsets, REGISTRY: ImageRegistry(own[REGISTRY], ledger)}
+    return takes_offsets
 
 
 def _is_dense(config: Any) -> bool:
@@ -115,6 +135,9 @@ class ImageRegistry:
         return getattr(self.registry, name)
 
 
+MAKE: dict[str, Callable[..., Any]] = {FLASH: ask_for_offsets, REGISTRY: ImageRegistry}
+
+
 def attend_to_images(
     function: Callable[..., Any], ledger: Ledger, module: Any, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Any = None, **options: Any,
@@ -126,7 +149,9 @@ def attend_to_images(
     autocast, name = autocast_dtype(query.device.type), type(module).__name__
     if autocast is not None and query.dtype != torch.float64:
         query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
-    why = _why_apart(query, key, value, attention_mask, options)
+    causal = options.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if causal is None else causal
+    why = "attention was causal" if is_causal else _why_apart(query, key, value, attention_mask, options)
     if why is not None:
         ledger.count_fallback("images", name, why)
         return _attend_one_by_one(function, module, query, key, value, attention_mask, **options)
@@ -141,8 +166,6 @@ def _why_apart(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, An
     offsets, others = (options[name] for name in OFFSETS)
     if options.get("dropout"):
         return f"attention had dropout {options['dropout']}"
-    if options.get("is_causal") is not False:
-        return "attention was causal"
     if mask is not None:
         return "attention had a mask"
     for name, given in options.items():
