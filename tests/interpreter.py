@@ -6,6 +6,7 @@ frontend's types and shapes: repeated results for the same few types and shapes 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import Any
 
@@ -30,6 +31,7 @@ def mend() -> None:
     _calculate_nothing_that_nobody_sees()
     _reduce_by_halves()
     _remember_types()
+    _stay_within_arguments()
 
 
 def _round_to_bf16_as_gpus_do() -> None:
@@ -343,3 +345,63 @@ def _plain_values_unwrapped_at_once() -> None:
     unwrap = core._unwrap_if_constexpr
     plain = frozenset((int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type))
     core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
+
+
+def _stay_within_arguments() -> None:
+    """Refuse a load or store outside the storages of the launch's arguments, as compute-sanitizer does on a GPU.
+
+    NumPy would read or write whatever lies there: a test passes, or the process dies at some later allocation.
+    A launch is not checked after it has made a number a pointer, as kernels do with tables of addresses.
+    """
+    begin, builder = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder
+    point = builder.create_int_to_ptr
+    ranges: list[tuple[int, int]] | None = None
+
+    def init_args_hst(self, args_dev, kwargs):
+        nonlocal ranges
+        found = begin(self, args_dev, kwargs)
+        values = [getattr(a, "base", a) for a in (*found[0], *found[1].values())]  # of a tensor's descriptor
+        tensors = [a for a in values if hasattr(a, "data_ptr")]
+        storages = [interpreter._unwrap_tensor(t).untyped_storage() for t in tensors]
+        ranges = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages})
+        return found
+
+    def int_to_ptr(self, *args):
+        nonlocal ranges
+        ranges = None
+        return point(self, *args)
+
+    def check(ptrs, size, mask=None):
+        if ranges is None:
+            return
+        seen = ptrs.data if mask is None else ptrs.data[np.asarray(mask.data, bool)]
+        if not seen.size:
+            return
+        first, last = int(seen.min()), int(seen.max()) + size
+        place = bisect.bisect_right(ranges, (first, 1 << 64)) - 1
+        if place >= 0 and last <= ranges[place][1]:
+            return
+        starts, ends = np.array(ranges or [(0, 0)], np.uint64).T
+        places = np.searchsorted(starts, seen, "right").astype(np.int64) - 1
+        if places.min() < 0 or (seen + np.uint64(size) > ends[places]).any():
+            raise IndexError(f"an access of {size} bytes lies outside the arguments of the launch")
+
+    def checked(name, mask_at):
+        access = getattr(builder, name)
+
+        def run(self, *args, **options):
+            ptrs = args[0] if name != "create_atomic_rmw" else args[1]
+            size = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty())).itemsize
+            check(ptrs, size, args[mask_at] if mask_at else None)
+            if name == "create_masked_store" and args[1].data.itemsize != size:
+                raise IndexError(f"a store of {args[1].data.itemsize} bytes into elements of {size}")
+            return access(self, *args, **options)
+
+        setattr(builder, name, run)
+
+    interpreter.GridExecutor._init_args_hst = init_args_hst
+    builder.create_int_to_ptr = int_to_ptr
+    checked("create_masked_load", 1)
+    checked("create_masked_store", 2)
+    checked("create_atomic_rmw", 3)
+    checked("create_atomic_cas", None)

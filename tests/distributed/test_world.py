@@ -1,5 +1,6 @@
 """The helper itself: results by rank, and failures that say where."""
 
+import os
 import time
 
 import pytest
@@ -21,6 +22,14 @@ def fail_on(rank, world, device, failing):
     if rank == failing:
         raise ValueError("this one")
     dist.barrier()
+
+
+def crash_on(rank, world, device, place, marker=None):
+    if rank == place and not (marker and marker.exists()):
+        if marker:
+            marker.touch()
+        os.abort()
+    return rank
 
 
 def wait_forever(rank, world, device):
@@ -45,3 +54,11 @@ def test_a_rank_that_does_not_end(two):
     with pytest.raises(RankError, match=r"(?s)rank 1 had not ended.*in wait_forever"):
         two.run(wait_forever, limit=1)
     assert time.monotonic() - started < 30
+
+
+def test_a_rank_that_crashes(two, tmp_path):
+    place = r"(?s)rank 1: the process ended, status -6.*Fatal Python error.*in crash_on"
+    with pytest.warns(UserWarning, match=place):
+        assert two.run(crash_on, 1, tmp_path / "once") == [0, 1], "the second run's results"
+    with pytest.warns(UserWarning, match=place), pytest.raises(RankError, match=place):
+        two.run(crash_on, 1)

@@ -11,7 +11,7 @@ from tigon.kernels import graph_capture
 from tigon.ops.varlen_attention import reference, tiles, varlen_attention_reference
 
 LENGTHS = [5, 0, 17, 1, 40]
-OPTIONS = [{}, {"softcap": 2.0}, {"window": 20, "sinks": True}]
+OPTIONS = [{}, {"softcap": 2.0}, {"window": 20, "sinks": True}, {"causal": False}]
 
 
 def draw(N, H=4, G=2, D=16, dtype=torch.bfloat16, device="cpu", seed=0):
@@ -39,16 +39,19 @@ def test_the_reference_is_attention_of_each_document_alone(monkeypatch):
     q, k, v, _ = draw(sum(LENGTHS), dtype=torch.float64)
     offsets = count_up(LENGTHS)
     got = tigon.varlen_attention(q, k, v, offsets, scale=0.3)
-    parts = []
+    parts, whole = [], []
     for start, stop in itertools.pairwise(offsets.tolist()):
-        heads = (t[start:stop].transpose(0, 1) for t in (q, *(t.repeat_interleave(2, 1) for t in (k, v))))
+        heads = [t[start:stop].transpose(0, 1) for t in (q, *(t.repeat_interleave(2, 1) for t in (k, v)))]
         parts.append(F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3).transpose(0, 1))
+        whole.append(F.scaled_dot_product_attention(*heads, scale=0.3).transpose(0, 1))
     torch.testing.assert_close(got, torch.cat(parts))
+    torch.testing.assert_close(tigon.varlen_attention(q, k, v, offsets, scale=0.3, causal=False), torch.cat(whole))
     # Traced, all rows at once, since a graph cannot depend on the offsets.
     options = {"window": 3, "softcap": 2.0, "sinks": torch.randn(4, dtype=torch.float64)}
     expected = varlen_attention_reference(q, k, v, offsets, **options)
     monkeypatch.setattr(reference, "is_concrete", lambda t: False)
     torch.testing.assert_close(varlen_attention_reference(q, k, v, offsets, **options), expected)
+    torch.testing.assert_close(varlen_attention_reference(q, k, v, offsets, scale=0.3, causal=False), torch.cat(whole))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -145,8 +148,9 @@ def test_wrong_offsets_give_nan_and_read_nothing_outside(device, triton_backend,
         for table in tiles.find_tiles(offsets, 40, (16, 16, 16)).flatten(0, 1).tolist():
             assert 0 <= table[0] <= table[1] <= 40
             assert 0 <= table[2] <= table[3] <= 40
-        o = tigon.varlen_attention(*leaves, offsets)
-        assert all(t.isnan().all() for t in (o, *torch.autograd.grad(o, leaves, torch.ones_like(o))))
+        for causal in (True, False):
+            o = tigon.varlen_attention(*leaves, offsets, causal=causal)
+            assert all(t.isnan().all() for t in (o, *torch.autograd.grad(o, leaves, torch.ones_like(o))))
 
 
 def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkeypatch):

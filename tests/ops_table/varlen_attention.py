@@ -27,11 +27,13 @@ def _make(shape, dtype, generator, lengths=(1, 0, 23), padding=2, sinks=False):
     return (*tensors, randn((H,), dtype, generator)) if sinks else tensors
 
 
-def _eager(q, k, v, offsets, sinks=None, scale=None, window=None, softcap=None):
+def _eager(q, k, v, offsets, sinks=None, scale=None, window=None, softcap=None, causal=True):
     """Attention as in transformers, with a dense mask over all rows."""
     n = torch.arange(len(q), device=q.device)
     document = torch.bucketize(n, offsets[1:].long(), right=True)
-    seen = (document[:, None] == document) & (n <= n[:, None])
+    seen = document[:, None] == document
+    if causal:
+        seen &= n <= n[:, None]
     if window is not None:
         seen &= n > n[:, None] - window
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
@@ -63,6 +65,7 @@ VARLEN_ATTENTION = Op(
         Case("ragged", (37, 4, 2, 16), {"scale": 0.3, "softcap": 3.0}),
         Case("sinks and a window", (70, 6, 2, 24), {"window": 33}, {"lengths": (5, 3), "sinks": True}, draws=6),
         Case("beyond one block", (135, 3, 1, 16), {"softcap": 2.0}, {"lengths": (66,)}),
+        Case("in both directions", (70, 2, 2, 24), {"causal": False}, {"lengths": (5, 1)}),
     ),
     empty=((0, 2, 1, 16),),
     bad=(
@@ -76,12 +79,14 @@ VARLEN_ATTENTION = Op(
         Bad(_bad(RIGHT, 3), r"sinks must be \(4,\) floats, a logit per head of q, got \(3,\) torch.float32\."),
         Bad(_bad(RIGHT), r"scale must be positive, got 0.0\.", {"scale": 0.0}),
         Bad(_bad(RIGHT), r"softcap must be positive or None, got -1.0\.", {"softcap": -1.0}),
+        Bad(_bad(RIGHT), r"causal must be .*, got False and window 3\.", {"causal": False, "window": 3}),
         Bad(_bad(RIGHT), r"window must be a positive int or None, got 0\.", {"window": 0}),
     ),
     launches=("varlen_tiles", "varlen_attention_fwd", "varlen_attention_bwd"),
     models=(
         Case("Pythia-70M", (2048, 8, 8, 64), {}, {"lengths": (2048,)}),
         Case("Qwen3-8B", (4096, 32, 8, 128), {}, {"lengths": (4096,)}),
+        Case("Qwen3-VL-4B, images", (3072, 16, 16, 64), {"causal": False}, {"lengths": (3072,) * 3}),
         Case("gpt-oss-20b", (4096, 64, 8, 64), {"window": 128}, {"sinks": True}),
     ),
     # The rows' statistics and the tables of tiles are read a number at a time.

@@ -74,6 +74,13 @@ def test_plans_and_filters(where, plan, backend, device):
         check(integers(2, 8, device=device), integers(333, 8, device=device, seed=1), 9, **options)
 
 
+@pytest.mark.parametrize("plan", ["compact", "bitmaps"])
+def test_plans_without_filters_and_attributes(plan, backend, device):
+    for options in ({}, {"live": live_bits(1000, device)}):
+        query, items = integers(3, 24, device=device), integers(1000, 24, device=device, seed=1)
+        check(query, items, 10, plan=plan, **options)
+
+
 def test_a_list_that_several_blocks_of_queries_read(monkeypatch, backend, device):
     monkeypatch.setattr(plan, "SPARE", 0)
     options = {"attributes": words(300, device), "where": SOME, "live": live_bits(300, device)}

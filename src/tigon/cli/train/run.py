@@ -22,6 +22,7 @@ from tigon.cli.problem import Problem, check_writable, is_disk_full, is_out_of_m
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
+from tigon.cli.train.images import has_images, load_processor, prepare_options, prepare_rows
 from tigon.cli.train.options import HEADLESS, SHARING, TASKS, RewardArguments, TrainOptions, trl
 from tigon.integrations.capture import CapturedSteps, count_most_tokens
 from tigon.manifest import check_manifest, write_manifest
@@ -64,8 +65,8 @@ def run(options: TrainOptions) -> None:
             print(note, flush=True)
         if trainer.is_world_process_zero() and not is_locked:
             stack.enter_context(lock_folder(output))
-        if options.fuse.capture == "on" or (options.fuse.capture == "auto" and options.task in CAPTURED):
-            trainer.add_callback(CapturedSteps(trainer, options.fuse.capture))
+        if is_captured(options, trainer):
+            trainer.add_callback(CapturedSteps(trainer, "on" if options.fuse.capture == "on" else "auto"))
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()
@@ -133,7 +134,14 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     arguments, model_config = options.trainer, options.model
     source = find_source(options)
     train_rows, test_rows = read_data(options)
-    tokenizer = find_tokenizer(options, source, iterate_texts(train_rows))
+    if has_images(train_rows):
+        options = prepare_options(options, source)
+        tokenizer = load_processor(options, source)
+        train_rows, test_rows = (
+            None if rows is None else prepare_rows(rows, options, tokenizer) for rows in (train_rows, test_rows)
+        )
+    else:
+        tokenizer = find_tokenizer(options, source, iterate_texts(train_rows))
     if options.task == "sft" and is_plain_text(options.data.dataset_name) and "packing" not in options.given:
         # A text is far longer than a sequence: cut it into sequences, where TRL would keep only the beginning.
         arguments.packing, arguments.packing_strategy = True, "wrapped"
@@ -176,6 +184,13 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     if fusion is not None and is_packed and not getattr(trainer, "aux_loss_enabled", False):
         pad_rows_to_budget(trainer)
     return trainer, fusion
+
+
+def is_captured(options: TrainOptions, trainer: Any) -> bool:
+    """Whether steps may be captured. A tower reads the sizes of images on the host, which no graph replays."""
+    if options.fuse.capture == "auto":
+        return options.task in CAPTURED and "images" not in (trainer.train_dataset.column_names or ())
+    return options.fuse.capture == "on"
 
 
 def is_filled_for_capture(trainer: Any, options: TrainOptions) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tigon.fusion.documents.packs import Documents, read_documents
+from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.shared_prefix.attention import Shared
@@ -146,12 +147,6 @@ def makes_masks(forward: Any) -> bool:
 def _list_makers(fn: types.FunctionType) -> list[str]:
     makers = [name for name in MAKERS if name in list_names(fn.__code__)]
     return [n for n in makers if getattr(fn.__globals__.get(n), "__module__", "") == "transformers.masking_utils"]
-
-
-def list_names(code: types.CodeType) -> set[str]:
-    """The names that code reads, also in functions inside."""
-    inside = (list_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inside)
 
 
 def get_implementation(config: Any) -> str | None:

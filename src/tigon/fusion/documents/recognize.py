@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.documents.masks import list_names
+from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.shared_prefix.attention import find_registry
 
 # What attention calls, and a recurrence does not.

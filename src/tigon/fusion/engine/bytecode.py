@@ -80,6 +80,11 @@ def writes_globals(forward: Any) -> bool:
     return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for code in codes for i in dis.get_instructions(code))
 
 
+def list_names(code: types.CodeType) -> set[str]:
+    """The names that code reads, also in functions inside."""
+    return {name for inside in _list_codes(code) for name in inside.co_names}
+
+
 @functools.lru_cache(maxsize=4096)
 def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
     inner = inspect.unwrap(forward) if callable(forward) else None
@@ -90,9 +95,12 @@ def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
     anything = compares_dtypes = asks_autocast = asks_rank = False
     for fn, is_method in _list_functions(inner, cls):
         own = fn.__code__.co_varnames[:1] if is_method else ()
+        ranks: set[str] = set()
         for code in _list_codes(fn.__code__):
             names |= set(code.co_names) | {c for c in code.co_consts if isinstance(c, str)}
             body = _Body(code, own[0] if own else None, frozenset(fn.__code__.co_freevars))
+            body.ranks |= ranks.intersection(code.co_freevars)  # the function itself comes before functions inside
+            ranks |= body.ranks
             anything = anything or body.leaks_self()
             stores = stores or body.stores()
             branches = branches or body.branches()
@@ -149,6 +157,7 @@ class _Body:
     def __init__(self, code: types.CodeType, own: str | None, closed: frozenset[str]) -> None:
         self.code, self.own = code, own
         self.constants = {"__class__", *closed, *(() if own is None else (own,))}
+        self.ranks: set[str] = set()  # locals that hold how many dimensions an input has
         self.dtypes = self.autocast = self.rank = False  # set by branches()
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
         self.at = {i.offset: n for n, i in enumerate(self.instructions)}
@@ -163,12 +172,22 @@ class _Body:
         """Add to `constants` the locals that are only ever assigned module values: `kind = self.kind`."""
         arguments = self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
         assigned: dict[str, bool] = dict.fromkeys(arguments, False)
+        ranks = dict(assigned)
         for n, i in enumerate(self.instructions):
             for name in self._stored_names(n):
                 start = self._find_start(n) if i.opname == "STORE_FAST" else None
                 constant = start is not None and self._is_constant(range(start, n))
                 assigned[name] = assigned.get(name, True) and constant
+            for name in [str(i.argval)] if i.opname == "STORE_DEREF" else self._stored_names(n):
+                ranks[name] = ranks.get(name, True) and self._is_rank(n)
+        self.ranks = {name for name, is_rank in ranks.items() if is_rank}
         self.constants |= {name for name, constant in assigned.items() if constant}
+
+    def _is_rank(self, end: int) -> bool:
+        """Whether the value on top of the stack before `end` is x.ndim or x.dim() of a local x."""
+        start = self._find_start(end)
+        loaded = 0 if start is None else sum(len(self._loaded_names(n)) for n in range(start, end))
+        return start is not None and loaded == 1 and self._asks_rank(start, end)
 
     def _is_constant(self, expression: range) -> bool:
         """Whether an expression depends on the module alone, and so has the same value at every call."""
@@ -270,9 +289,10 @@ class _Body:
         if last.opname == "IS_OP" and any(self.instructions[n].argval is None for n in condition[-3:]):
             return True  # whether an argument is None depends only on how many arguments the call passes
         locals_ = {name for n in condition for name in self._loaded_names(n)} - self.constants
-        if locals_ and locals_ <= loops:  # a loop over experts, say: the probes run through all iterations
+        if locals_ and locals_ <= loops | self.ranks:  # a loop over experts: the probes run through all iterations
             names = {str(self.instructions[n].argval) for n in condition if "LOAD" in self.instructions[n].opname}
-            return names.isdisjoint(_ABOUT_INPUTS)
+            self.rank = self.rank or not locals_ <= loops
+            return (names - self.ranks).isdisjoint(_ABOUT_INPUTS)
         return self._is_constant(condition)
 
     def _compares_dtypes(self, start: int, end: int) -> bool:

@@ -94,6 +94,8 @@ def fuse(
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.
             "documents": run the attention of packed batches inside each document, without a dense mask.
+            "images": run the attention of a vision tower on all images of a batch in one call.
+            "patches": run patch embeddings, convolutions whose stride is the kernel, as a matrix product.
         where: (name, module) → whether fuse may replace the module's forward; the name as in
             `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": a

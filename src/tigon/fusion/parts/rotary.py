@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.part import ForwardCache, Part, Site, register
 from tigon.fusion.engine.patch import is_functorch_active
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.engine.rewrite import name_forward
+from tigon.fusion.engine.rewrite import name_forward, rewrite_forward
 from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.logits.recipe import DTYPES, get_version
 from tigon.fusion.parts.head_norm import fuse_rope, strip_norm
@@ -46,6 +47,16 @@ class RotaryPart(Part):
         return rewritten
 
 
+@dataclass(frozen=True)
+class Through:
+    """A function that rotates parts of a head, each by a rotary function: rotations in several dimensions."""
+
+    inner: tuple[tuple[str, Rotary], ...]
+
+    def __str__(self) -> str:
+        return f"parts of a head: {', '.join(str(formula) for _, formula in self.inner)}"
+
+
 class _Formulas(ForwardCache):
     """A function → the rotary functions called there, with their formulas. Their module may get others later."""
 
@@ -55,22 +66,41 @@ def _rewrite(site: Site, forward: Any) -> Any:
 
 
 def _make_globals(site: Site, fn: types.FunctionType) -> dict[str, Any]:
-    functions = {name: formula for name, formula in find_rotary(site, fn).items() if isinstance(formula, Rotary)}
-    key = name_forward(fn)
-    return {n: _make_rotary(fn.__globals__, n, formula, site.ledger, key) for n, formula in functions.items()}
+    key, made = name_forward(fn), {}
+    for name, formula in find_rotary(site, fn).items():
+        if isinstance(formula, Rotary):
+            made[name] = _make_rotary(fn.__globals__, name, formula, site.ledger, key)
+        elif isinstance(formula, Through):
+            inner = functools.partial(_make_inner, formula, site.ledger, key)
+            made[name] = rewrite_forward(fn.__globals__[name], inner)
+    return made
 
 
-def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Reason]:
+def _make_inner(formula: Through, ledger: Ledger, key: str, fn: types.FunctionType) -> dict[str, Any]:
+    return {name: _make_rotary(fn.__globals__, name, inner, ledger, key) for name, inner in formula.inner}
+
+
+def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Through | Reason]:
     """The rotary functions that a forward calls by a global name."""
     inner, cache = inspect.unwrap(forward) if callable(forward) else None, site.get_cached(_Formulas)
     if inner not in cache:
-        names = getattr(getattr(inner, "__code__", None), "co_names", ())
+        code = getattr(inner, "__code__", None)
+        names = () if code is None else (*code.co_names, *sorted(list_names(code).difference(code.co_names)))
         candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
         # The name decides whether the report mentions a function, never whether the function is replaced.
         rotary = {n: g for n, g in candidates.items() if read_arguments(g) or _sounds_rotary(g)}
-        cache[inner] = {n: recognize_rotary(g) for n, g in rotary.items()}
-    formulas: dict[str, Rotary | Reason] = cache[inner]
+        cache[inner] = {n: _recognize(site, g) for n, g in rotary.items() if g is not inner}
+    formulas: dict[str, Rotary | Through | Reason] = cache[inner]
     return formulas
+
+
+def _recognize(site: Site, fn: Any) -> Rotary | Through | Reason:
+    found = recognize_rotary(fn)
+    # A copy of the function around rotary functions computes the same by construction.
+    if isinstance(found, Reason) and not isinstance(rewrite_forward(fn, lambda _: {}), Reason):
+        inner = tuple((n, formula) for n, formula in find_rotary(site, fn).items() if isinstance(formula, Rotary))
+        return Through(inner) if inner else found
+    return found
 
 
 def list_names_before(site: Site, forward: Any) -> tuple[str, ...]:
@@ -138,7 +168,8 @@ def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledg
         if rotate is None and any(x is not y for x, y in zip(heads, waiting, strict=True)):
             heads = as_tensor(waiting)
             four = tuple(x[None] for x in heads) if flat else heads
-        wide = spread_once(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
+        freqs = (args[2] if len(args) > 2 else kwargs.get(formula.names[2])) if formula.complex else None
+        wide = spread_once(cos, sin, freqs)
         if flat:
             wide = wide[0][None], wide[1][None]
         # Not `rotate or`: Dynamo before torch 2.13 takes no truth value from a function.

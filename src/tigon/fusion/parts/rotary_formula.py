@@ -90,6 +90,7 @@ class Rotary:
     keeps: results have q's and k's dtypes, whatever dtype cos has.
     unsqueeze: the function honours its parameter unsqueeze_dim.
     default: the head dimension's index without that parameter. alone: k may be None.
+    shared: freqs are those of all rows, T × R/2 numbers in any shape, as in Llama 4's tower.
     """
 
     turn: Turn
@@ -102,6 +103,7 @@ class Rotary:
     unsqueeze: bool
     default: int
     alone: bool
+    shared: bool = False
 
     def __str__(self) -> str:
         width = "full or partial" if self.full and self.partial else "full" if self.full else "partial"
@@ -142,6 +144,11 @@ class Rotary:
             freqs = given.get(self.names[2])
             if not isinstance(freqs, Tensor) or freqs.dtype != torch.complex64:
                 return None
+            if self.shared:
+                x = heads[0]
+                if not isinstance(x, Tensor) or x.dim() != 4 or freqs.numel() != x.shape[3 - dim] * x.shape[3] // 2:
+                    return None
+                freqs = freqs.view(1, x.shape[3 - dim], x.shape[3] // 2)
             return heads, freqs.real, freqs.imag, dim
         cos, sin = self.names[-2:]
         if cos.startswith("sin"):
@@ -177,10 +184,15 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
     if names is None:
         return Reason(f"it takes other arguments than {', '.join(f'({a})' for a in ARGUMENTS)}")
     complex_ = len(names) == 3 and names[2].startswith("freqs")
-    for default, turn in itertools.product((1, 2), _turns(complex_)):  # heads at (B, H, T, D) or (B, T, H, D)
-        shown = {width: keeps for width in WIDTHS if (keeps := _is_rope(fn, turn, names, default, width)) is not None}
+
+    def probe(dim: int, width: int, **options: Any) -> bool | None:
+        return _is_rope(fn, turn, names, dim, width, shared=shared, **options)
+
+    # Heads at (B, H, T, D) or (B, T, H, D).
+    for shared, default, turn in itertools.product((False, True)[: 1 + complex_], (1, 2), _turns(complex_)):
+        shown = {width: keeps for width in WIDTHS[: 2 - shared] if (keeps := probe(default, width)) is not None}
         if (
-            HEAD in shown and len(shown) == 1
+            HEAD in shown and len(shown) == 1 and not shared
         ):  # rotating the whole head does not show which end a partial rotation affects
             tail = Turn(turn.angles, turn.pairs, turn.back, tail=True)
             if (keeps := _is_rope(fn, tail, names, default, WIDTHS[1])) is not None:
@@ -193,20 +205,20 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
     reason = reading if isinstance(reading, Reason) else reading.reason
     if reason is not None:
         return reason
-    if not all(_is_rope(fn, turn, names, default, width, case=case) is not None for width in shown for case in CASES):
+    if not all(probe(default, width, case=case) is not None for width in shown for case in CASES):
         return Reason("its results match no formula of tigon.rope")
     if len(set(shown.values())) > 1:
         return Reason("its results have another dtype for partial than for full rotation")
 
     def holds(dim: int, **options: Any) -> bool:
-        return all(_is_rope(fn, turn, names, dim, width, **options) == keeps for width, keeps in shown.items())
+        return all(probe(dim, width, **options) == keeps for width, keeps in shown.items())
 
     parameters = _signature(fn).parameters
     named = "unsqueeze_dim" in parameters and all(holds(dim, unsqueeze_dim=dim) for dim in (1, 2))
     alone = len(names) == 4 and parameters[names[1]].default is None and holds(default, alone=True)
     return Rotary(
         turn, names, complex_, HEAD in shown, WIDTHS[1] in shown, holds(2, flat=True), shown.popitem()[1], named,
-        default, alone,
+        default, alone, shared,
     )  # fmt: skip
 
 
@@ -220,7 +232,7 @@ def _turns(complex_: bool) -> Iterator[Turn]:
 
 def _is_rope(
     fn: Callable[..., Any], turn: Turn, names: tuple[str, ...], dim: int, width: int, *, flat: bool = False,
-    alone: bool = False, case: Case | None = None, **options: Any,
+    alone: bool = False, shared: bool = False, case: Case | None = None, **options: Any,
 ) -> bool | None:  # fmt: skip
     """Whether the heads keep their dtype beside an fp32 cos; None if the numbers differ."""
     if not turn.fits(width, HEAD):
@@ -247,7 +259,8 @@ def _is_rope(
             q, k = (x.transpose(1, 2).contiguous() if dim == 1 else x for x in (q, k))
             q, k = (x.requires_grad_(case.gradients) for x in (q, k))
         given = width // 2 if turn.angles == "half" else width
-        cos, sin = (torch.randn(batch, time, given, generator=generator).to(cos_dtype) for _ in range(2))
+        rows = 1 if shared else batch
+        cos, sin = (torch.randn(rows, time, given, generator=generator).to(cos_dtype) for _ in range(2))
         angles = (torch.complex(cos, sin),) if complex_ else (sin, cos) if names[-1] == "cos" else (cos, sin)
         heads = (q,) if alone or names[1] in ("cos", "sin") else (q, k)
         inputs = (*heads, *angles)

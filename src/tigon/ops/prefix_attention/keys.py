@@ -54,6 +54,7 @@ def _queries_at(
 # tiles (·, 6) int32: the tile's start and stop, its own sequence's range, and the other rows' range (a prefix's
 # suffixes). first: each token's sequence start; without first no tile has other rows.
 # SINGLES: 0 no suffix has a single token, 1 some, 2 all. ACROSS: suffixes see each other. N: query heads per key head.
+# CAUSAL: False only for documents, without a window.
 @jit
 @do_not_specialize("count")
 def _keys_kernel(
@@ -61,6 +62,7 @@ def _keys_kernel(
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     DK: tl.constexpr = dk_ptr is not None
     DV: tl.constexpr = dv_ptr is not None
@@ -113,10 +115,11 @@ def _keys_kernel(
             other1 = tl.where(own1 - stop + 1 < window, other1, other0)
         # A single masked loop over the own sequence and the suffixes. With separate loops, or a separate loop for
         # unmasked blocks, ptxas serializes the tensor-core products or spills.
-        rest = tl.cdiv(tl.maximum(end - start, 0), T)
+        begin = start if CAUSAL else own0
+        rest = tl.cdiv(tl.maximum(end - begin, 0), T)
         others = 0 if DOCUMENT else tl.cdiv(other1 - other0, T)
         for i in range(rest + others):
-            t = start + i * T if DOCUMENT else tl.where(i < rest, start + i * T, other0 + (i - rest) * T)
+            t = begin + i * T if DOCUMENT else tl.where(i < rest, start + i * T, other0 + (i - rest) * T)
             last = end if DOCUMENT else tl.where(i < rest, end, other1)
             q, do, lse, delta = _queries_at(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
@@ -130,7 +133,8 @@ def _keys_kernel(
                     theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
                     position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
                 keep = keep & (position[None, :] - (key - own0)[:, None] < window)
-            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
+            # Without a mask: queries outside the document have probability 0, and keys outside are not stored.
+            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, CAUSAL, PRECISION)
 
     # Reload the range, so that it occupies no registers in the loops above.
     start, stop = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)

@@ -129,8 +129,9 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def launch_queries(
-    kind: str, tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]
-) -> None:
+    kind: str, tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...],
+    causal: bool = True,
+) -> None:  # fmt: skip
     """tensors: q, k, v, o, lse, do, delta, dq, tiles, first, stop, sinks; for documents without first and stop."""
     q, k, v, _, _, do, _, dq, tiles, first, _, sinks = tensors
     if not tiles.shape[0] or not q.shape[0]:
@@ -142,11 +143,11 @@ def launch_queries(
         arguments = (
             q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *upstream, *scores, G,
             q.shape[1] // G, q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
-            _precision(q),
+            _precision(q), causal,
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
 
-    key = (kind, singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dq, first, sinks))
+    key = (kind, singles, across, short, scores, causal, tiles.shape[0], _key(q, k, v, do, dq, first, sinks))
     launch(_attend_kernel, key, tensors, plan)
 
 
@@ -219,7 +220,9 @@ def launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
         launch(_delta_kernel, _key(do, o, delta), (do, o, delta), plan)
 
 
-def launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]) -> None:
+def launch_keys(
+    tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...], causal: bool = True
+) -> None:
     """tensors: q, k, v, do, lse, delta, dk, dv, tiles, first; for documents without first."""
     q, k, v, do, _, _, dk, dv, tiles, first = tensors
     if not tiles.shape[0] or not q.shape[0]:
@@ -230,11 +233,11 @@ def launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: boo
         arguments = (
             q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores, G,
             q.shape[1] // G, q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
-            _precision(q),
+            _precision(q), causal,
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
 
-    key = (singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dk, dv, first))
+    key = (singles, across, short, scores, causal, tiles.shape[0], _key(q, k, v, do, dk, dv, first))
     launch(_keys_kernel, key, tensors, plan)
 
 

@@ -69,7 +69,7 @@ def _step(
 # tiles (·, 6) int32: start and stop, range of the own rows, range of the prefix. first, stop: each token's
 # sequence range. Without first a tile's own rows are a single sequence without a prefix: a document. Its last two
 # numbers then say whether the table was made of wrong offsets, whose result is NaN.
-# sinks: (H,), a score per head without a key, only for documents.
+# sinks: (H,), a score per head without a key, only for documents. CAUSAL: False only for documents, without a window.
 # SINGLES: 0 no suffix has a single token, 1 some, 2 all. ACROSS: suffixes see each other. N: query heads per key head.
 @jit
 @do_not_specialize("count")
@@ -78,6 +78,7 @@ def _attend_kernel(
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of queries, or compute the queries' gradient."""
     GRAD: tl.constexpr = do_ptr is not None
@@ -181,7 +182,7 @@ def _attend_kernel(
         alone = True if DOCUMENT else tl.load(first_ptr + stop - 1) == n
         if alone:  # a single suffix: all rows see its earlier blocks
             begin = n
-            n += (start - begin) // BLOCK_N * BLOCK_N
+            n += ((start if CAUSAL else own1) - begin) // BLOCK_N * BLOCK_N
             if window is not None:
                 begin += tl.maximum(start - begin - window + 1, 0) // BLOCK_N * BLOCK_N
             for i in range(begin, n, BLOCK_N):
@@ -191,11 +192,12 @@ def _attend_kernel(
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
         if DOCUMENT:
             i = n
-            while i < stop:
-                inside = i + j < stop
+            end = stop if CAUSAL else own1
+            while i < end:
+                inside = i + j < end
                 k = load_block(k_ptr + tl.cast(i, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
                 v = load_block(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
-                keep = (i + j)[None, :] <= token[:, None]
+                keep = (i + j)[None, :] <= token[:, None] if CAUSAL else inside[None, :]
                 if window is not None:
                     keep = keep & ((i + j)[None, :] > (token - window)[:, None])
                 m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)

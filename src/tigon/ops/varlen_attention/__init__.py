@@ -1,7 +1,7 @@
-"""Causal attention inside documents that lie behind one another in a row: o_i = Σ_j p_ij v_j, without a dense mask.
+"""Attention inside documents that lie behind one another in a row: o_i = Σ_j p_ij v_j, without a dense mask.
 
-Token i sees the tokens of the own document up to i. With sinks s, p_i = softmax over the visible scores and s, whose
-value is zero.
+Token i sees the tokens of the own document, up to i if attention is causal. With sinks s, p_i = softmax over the
+visible scores and s, whose value is zero.
 
 Source: Dao 2023, https://arxiv.org/abs/2307.08691; documents in a row: Krell et al. 2021,
 https://arxiv.org/abs/2107.02027; sinks: gpt-oss, https://arxiv.org/abs/2508.10925.
@@ -32,8 +32,9 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention inside each document of a packed row; no token sees another document.
+    """Attention inside each document of a packed row; no token sees another document.
 
     Args:
         q: (N, H, D), a row per token, one document after another. D is at most 256.
@@ -48,6 +49,8 @@ def varlen_attention(
         window: a token at position i sees keys with positions above i - window.
         softcap: scores become softcap · tanh(scores / softcap), as in Gemma 2.
         sinks: (H,) floats, a logit per head that takes part in the softmax without a value, as in gpt-oss.
+        causal: False lets a token see the whole document, as in towers of vision models, where a document is an image.
+            It goes without a window.
     Returns: (N, H, D) in q's dtype, or in autocast's, as torch's scaled_dot_product_attention. A document's rows have
         the same bits whatever the other documents are.
     Raises: ValueError for invalid shapes, dtypes, devices or options.
@@ -60,23 +63,25 @@ def varlen_attention(
         heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         o = F.scaled_dot_product_attention(*heads, attn_mask=seen.tril(), enable_gqa=True)[0].transpose(0, 1)
     """
-    _check(q, k, v, offsets, scale, window, softcap, sinks)
-    return attend_in_autocast(_attention, q, k, v, offsets, scale, window, softcap, sinks)
+    _check(q, k, v, offsets, scale, window, softcap, sinks, causal)
+    return attend_in_autocast(_attention, q, k, v, offsets, scale, window, softcap, sinks, causal)
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float | None, window: int | None, softcap: float | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, causal: bool,
 ) -> Tensor:  # fmt: skip
     if not use_triton(q, k, v, sinks):
-        return varlen_attention_reference(q, k, v, offsets, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return varlen_attention_reference(
+            q, k, v, offsets, scale=scale, window=window, softcap=softcap, sinks=sinks, causal=causal
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return varlen_attention_launch(q, k, v, offsets, sinks, scale, softcap, window)
+    return varlen_attention_launch(q, k, v, offsets, sinks, scale, softcap, window, causal)
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float | None, window: int | None, softcap: float | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, causal: bool,
 ) -> None:  # fmt: skip
     check_attention("varlen_attention", q, k, v, scale, softcap, window)
     N, H, _ = q.shape
@@ -92,6 +97,11 @@ def _check(
         )
     if offsets.device != q.device:
         raise ValueError(f"varlen_attention: offsets must be on q's device {q.device}, got {offsets.device}.")
+    if not isinstance(causal, bool) or (window is not None and not causal):
+        raise ValueError(
+            f"varlen_attention: causal must be True or False, and True beside a window, got {causal!r} and window "
+            f"{window}."
+        )
     if sinks is not None:
         if not isinstance(sinks, Tensor) or sinks.shape != (H,) or not sinks.dtype.is_floating_point:
             given = f"{tuple(sinks.shape)} {sinks.dtype}" if isinstance(sinks, Tensor) else type(sinks).__name__

@@ -26,7 +26,7 @@ from tigon.ops.varlen_attention.tiles import KINDS, find_tiles
 def varlen_attention_launch(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, *scores: Any
 ) -> Tensor:
-    """Run the kernels. scores: scale, softcap, window."""
+    """Run the kernels. scores: scale, softcap, window, and last whether attention is causal."""
     tiles = find_tiles(offsets, q.shape[0], tuple(_count_tokens(kind, q, k, scores) for kind in KINDS))
     return _varlen_attention(q, k, v, sinks, tiles, offsets.shape[0] - 1, *scores)
 
@@ -42,7 +42,7 @@ def _slice_tiles(tiles: Tensor, kind: str, q: Tensor, k: Tensor, documents: int,
     return tiles[KINDS.index(kind), : q.shape[0] // _count_tokens(kind, q, k, scores) + documents]
 
 
-_OPTIONS = "Tensor tiles, SymInt documents, float scale, float? softcap, int? window"
+_OPTIONS = "Tensor tiles, SymInt documents, float scale, float? softcap, int? window, bool causal"
 
 
 def _varlen_attention_fwd_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -51,14 +51,14 @@ def _varlen_attention_fwd_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, T
 
 @launcher(_varlen_attention_fwd_fake, rest=_OPTIONS)
 def _varlen_attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    tiles, documents, *scores_ = others
+    tiles, documents, *scores_, causal = others
     scores = tuple(scores_)
     q, k, v = unit_strides(q, k, v)
     o, lse = q.new_empty(q.shape), new_statistics(q, k)
     sinks = None if sinks is None else sinks.contiguous()
     forward = _slice_tiles(tiles, "forward", q, k, documents, scores)
     tensors = q, k, v, o, lse, None, None, None, forward, None, None, sinks
-    launch_queries("forward", tensors, 0, False, False, scores)
+    launch_queries("forward", tensors, 0, False, False, scores, causal)
     return o, lse
 
 
@@ -76,20 +76,21 @@ def _varlen_attention_bwd(
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """wants: for dq, dk, dv and dsinks; unwanted gradients are empty."""
-    tiles, documents, *scores_ = others
+    tiles, documents, *scores_, causal = others
     scores = tuple(scores_)
     do, q, k, v = unit_strides(do, q, k, v)
     dq, dk, dv, dsinks = _varlen_attention_bwd_fake(do, wants, q, k, v, sinks)
     delta = lse.new_empty(lse.shape)
     if wants[0]:
         table = _slice_tiles(tiles, "queries", q, k, documents, scores)
-        launch_queries("queries", (q, k, v, o, lse, do, delta, dq, table, None, None, None), 0, False, False, scores)
+        tensors = q, k, v, o, lse, do, delta, dq, table, None, None, None
+        launch_queries("queries", tensors, 0, False, False, scores, causal)
     else:
         launch_delta(do, o, delta)
     if wants[1] or wants[2]:
         table = _slice_tiles(tiles, "keys", q, k, documents, scores)
         gradients = dk if wants[1] else None, dv if wants[2] else None
-        launch_keys((q, k, v, do, lse, delta, *gradients, table, None), 0, False, False, scores)
+        launch_keys((q, k, v, do, lse, delta, *gradients, table, None), 0, False, False, scores, causal)
     if sinks is not None and wants[3]:
         # A sink's value is zero, so that its share of the softmax takes delta = Σ do · o from its score's gradient.
         share = torch.exp2(sinks.float().view(-1, 1, lse.shape[2]) * LOG2E.value - lse)

@@ -12,7 +12,7 @@ from tigon.kernels import is_captured, is_concrete
 
 def varlen_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, scale: float | None = None, window: int | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, causal: bool = True,
 ) -> Tensor:  # fmt: skip
     wide = torch.promote_types(q.dtype, torch.float32)  # fp64 stays fp64: the tests' yardstick
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -32,13 +32,13 @@ def varlen_attention_reference(
     if not is_concrete(offsets) or is_captured(q):
         # All rows at once: a graph must hold for all offsets and cannot depend on their values.
         document = torch.searchsorted(offsets.contiguous(), row, right=True)
-        return attend(q, k, v, (document[:, None] == document) & _see(row, window))
+        return attend(q, k, v, (document[:, None] == document) & _see(row, window, causal))
     # Per document, which avoids a score matrix over all rows.
     spans = [slice(*span) for span in pairwise(offsets.tolist()) if span[0] < span[1]] or [slice(0, 0)]
-    return torch.cat([attend(q[own], k[own], v[own], _see(row[own], window)) for own in spans])
+    return torch.cat([attend(q[own], k[own], v[own], _see(row[own], window, causal)) for own in spans])
 
 
-def _see(row: Tensor, window: int | None) -> Tensor:
-    """Return (n, n) bool: which earlier rows each row sees, within the window."""
-    seen = row <= row[:, None]
+def _see(row: Tensor, window: int | None, causal: bool) -> Tensor:
+    """Return (n, n) bool: which rows each row sees, of causal attention the earlier ones, within the window."""
+    seen = row <= row[:, None] if causal else row.new_ones((len(row), len(row)), dtype=torch.bool)
     return seen if window is None else seen & (row > row[:, None] - window)

@@ -70,7 +70,8 @@ def filtered_topk(
             Codes, signs included, are then not read: the result is exact.
         plan: the scan strategy on a GPU: "dense" reads all rows; "compact" reads the rows that pass one filter;
             "bitmaps" reads all rows, with a filter per query; "codes" reads the signs of all rows that pass at most one
-            filter. "auto" picks the plan that moves the fewest bytes. The result is the same, except with signs.
+            filter. "auto" picks the plan that moves the fewest bytes. Without a filter, the first three read all rows.
+            The result is the same, except with signs.
         share: the fraction of rows that pass, from 0 to 1, if known. Used only to choose the plan.
 
     Returns: scores (B, k) fp32, descending, and rows (B, k) int64; equal scores are ordered by row. If fewer

@@ -262,9 +262,7 @@ def stack_tables(
 ) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return the number of distinct filters; their table, their bitmaps, and (B,) int32, each query's filter."""
     if where is None:
-        if kind == "dense":
-            return 0, (None, None, None)
-        where = EVERY
+        return 0, (None, None, None)
     if isinstance(where, RowFilter):
         of_query = torch.zeros(B, dtype=torch.int32, device=device) if kind == "bitmaps" else None
         return 1, (*_tensors(where, device), of_query)

@@ -242,7 +242,7 @@ def _shared_bytes(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0
 
 def choose_kind(filters: int, share: float | None, kind: str = "auto") -> str:
     """Choose the rows to read by bytes per row with D numbers; a listed row costs `GATHERED` times as much."""
-    if kind != "auto":
+    if kind != "auto" and filters:
         return kind
     if filters > 1:
         return "bitmaps"
