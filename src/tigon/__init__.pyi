@@ -32,6 +32,7 @@ from tigon.ops.dyt import dyt as dyt
 from tigon.ops.embedding import embedding as embedding
 from tigon.ops.embedding_bag import embedding_bag as embedding_bag
 from tigon.ops.experts import moe_mlp as moe_mlp
+from tigon.ops.experts.adapter import ExpertAdapter as ExpertAdapter
 from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu

@@ -31,6 +31,7 @@ from tigon.kernels import (
     weight_and_bias,
 )
 from tigon.ops.example import Example
+from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
 from tigon.ops.experts.quantized import QuantizedExperts
@@ -43,7 +44,8 @@ Experts = Stack | tuple[Stack, Tensor | None]
 
 def moe_mlp(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Experts, down: Experts, *,
-    config: Expert = DEFAULT, **unknown: NoReturn,
+    config: Expert = DEFAULT, gate_up_adapter: ExpertAdapter | None = None,
+    down_adapter: ExpertAdapter | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Run each token through its K experts, and sum the weighted results.
 
@@ -59,6 +61,9 @@ def moe_mlp(
             weight both arguments take a `tigon.QuantizedExperts`, which stays in 4 bits and gets no gradient: the
             result is that of its `dequantize(x.dtype)`.
         config: a `tigon.Expert`: activation, gate, clamp and offset.
+        gate_up_adapter: a `tigon.ExpertAdapter`, A (E, r, D) and B (E, 2I, r): adds scale · B (A x) to gate_up's
+            product. The sum of weight and adapter is never built.
+        down_adapter: likewise for down, A (E, r, I) and B (E, D, r). The two ranks may differ.
     Returns: (T, D) in x's dtype; summed in fp32 and rounded once.
     Raises: ValueError for invalid shapes, dtypes, devices or options.
 
@@ -80,13 +85,16 @@ def moe_mlp(
     down_weight, down_bias = _read_experts("down", down)
     experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
+    check_adapter("gate_up_adapter", gate_up_adapter, tuple(gate_up_weight.shape), x)
+    check_adapter("down_adapter", down_adapter, tuple(down_weight.shape), x)
+    factors = [cast_factors(adapter, dtype) for adapter in (gate_up_adapter, down_adapter)]
     if autocast_dtype(x.device.type) is None:
-        return _moe(x, top_k_index, top_k_weights, *experts, config.options())
+        return _moe(x, top_k_index, top_k_weights, *experts, *factors, config.options())
     # `to` is differentiable: each gradient returns in its parameter's dtype. Routing weights multiply in fp32, so they
     # need no cast.
     cast = [t.to(dtype) if isinstance(t, Tensor) else t for t in (x, *experts)]
     with torch.autocast(autocast_device(x.device.type), enabled=False):  # tensors are cast already
-        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], config.options())  # type: ignore[arg-type,call-arg]
+        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], *factors, config.options())  # type: ignore[arg-type,call-arg]
     return y.to(x.dtype)
 
 
@@ -100,14 +108,15 @@ def _read_experts(argument: str, layer: Experts) -> tuple[Stack, Tensor | None]:
 
 def _moe(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Stack, down: Stack, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, options: Options,
+    down_bias: Tensor | None, gate_up_factors: Factors, down_factors: Factors, options: Options,
 ) -> Tensor:  # fmt: skip
     stacks = [w.pack() if isinstance(w, QuantizedExperts) else w for w in (gate_up, down)]
     biases = (gate_up_bias, down_bias)
     # top_k_index is omitted: use_triton expects float tensors.
-    if not use_triton(x, weights, *(w if isinstance(w, Tensor) else w.table for w in stacks), *biases):
+    tensors = (w if isinstance(w, Tensor) else w.table for w in stacks)
+    if not use_triton(x, weights, *tensors, *biases) or gate_up_factors[0] is not None or down_factors[0] is not None:
         dense = (w.dequantize(x.dtype) if isinstance(w, QuantizedExperts) else w for w in (gate_up, down))
-        return moe_mlp_reference(x, index, weights, *dense, *biases, options)
+        return moe_mlp_reference(x, index, weights, *dense, *biases, options, gate_up_factors, down_factors)
     experts = [w if isinstance(w, Tensor) else w.codes for w in stacks] + [*biases]
     frozen = [t for w in stacks for t in ((None, None) if isinstance(w, Tensor) else w[1:])]
     wants = (x, weights, *experts[:3])  # the gradient for down's bias does not need z
