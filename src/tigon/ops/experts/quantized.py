@@ -125,7 +125,7 @@ class QuantizedExperts(nn.Module):
             if not matrix.is_meta and not bool(torch.isfinite(matrix).all()):
                 raise ValueError(f"QuantizedExperts.quantize: weight must be finite, and expert {e}'s is not.")
             padded = nn.functional.pad(matrix.float(), (0, -K % layout.blocksize))
-            codes, scales[e] = encode(padded.view(N, -1, layout.blocksize))
+            codes, scales[e] = encode(padded.reshape(N, -1, layout.blocksize).contiguous())
             first, second = codes.view(N, -1).to(torch.uint8)[:, : 2 * packed.shape[2]].reshape(N, -1, 2).unbind(2)
             packed[e] = first << 4 | second if format == "nf4" else second << 4 | first
         return cls(packed, scales, shape=(E, N, K), format=format, by_columns=by_columns)
