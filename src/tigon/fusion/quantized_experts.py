@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
+from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import Experts, recognize_experts
-from tigon.fusion.parts.stacks import list_quantized
+from tigon.fusion.parts.stacks import list_quantized, replace_stack
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
 
 
@@ -31,23 +32,24 @@ def quantize_experts(
     Raises: ValueError for another format, for a fused model, for stacks with gradients, for sharded stacks, and for a
         model without stacked experts of a known formula.
 
-    The attributes stay: `experts.gate_up_proj` is a parametrization of `torch.nn.utils.parametrize`, and gives the dense
-    weight to any code that asks. In `state_dict()`, `gate_up_proj` becomes `parametrizations.gate_up_proj.0.packed`,
-    `….0.scales` and `….original`, a number that holds the dense weight's dtype. After `tigon.fuse`, `moe_mlp`
-    dequantizes tile by tile. `dequantize_experts` undoes all this.
+    The attributes stay: `experts.gate_up_proj` is a parametrization of `torch.nn.utils.parametrize`, and gives the
+    dense weight to any code that asks. In `state_dict()`, `gate_up_proj` becomes
+    `parametrizations.gate_up_proj.0.packed`, `….0.scales` and `….original`, a number that holds the dense weight's
+    dtype. After `tigon.fuse`, `moe_mlp` dequantizes tile by tile. `dequantize_experts` undoes all this.
+
+    Add PEFT's adapters on the stacks (`target_parameters`) before: on a parametrized module PEFT matches whole names
+    only, and nests the adapters in another order, by which its checkpoints name them.
     """
     find_layout(format)
     names, reasons = [], []
-    for name, module in model.named_modules():
-        if list_quantized(module):
-            continue
-        formula = recognize_experts(module)
+    for name, module, formula in list(_find_experts(model)):
         if isinstance(formula, Reason):
             reasons.append(f"{name}: {formula}")
-        if not isinstance(formula, Experts):
             continue
         if "_tigon" in vars(module):
-            raise ValueError("quantize_experts: model must not be fused: call tigon.quantize_experts before tigon.fuse.")
+            raise ValueError(
+                "quantize_experts: model must not be fused: call tigon.quantize_experts before tigon.fuse."
+            )
         for stack in (formula.gate_up, formula.down):
             _quantize_stack(module, stack, f"{name}.{stack}", formula.by_columns, format, device)
         names.append(name)
@@ -55,6 +57,24 @@ def quantize_experts(
         why = f" ({reasons[0]})" if reasons else ""
         raise ValueError(f"quantize_experts: {type(model).__name__} must have stacked experts, and has none{why}.")
     return names
+
+
+def find_stacks(model: nn.Module) -> list[Tensor]:
+    """The dense stacks (E, N, K) that `quantize_experts` would store in 4 bits."""
+    return [w for _, m, f in _find_experts(model) if isinstance(f, Experts) for w in f.weights(m)[:2]]
+
+
+def _find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Experts | Reason]]:
+    """Name, module and formula of the modules with dense stacked experts; equal modules are recognised once."""
+    known: dict[Any, Any] = {}
+    for name, module in model.named_modules():
+        if all(p is None or p.dim() != 3 for p in module._parameters.values()):
+            continue
+        key = compute_signature(module)
+        if key not in known:
+            known[key] = recognize_experts(module)
+        if known[key] is not None:
+            yield name, module, known[key]
 
 
 def _quantize_stack(
@@ -67,14 +87,7 @@ def _quantize_stack(
         raise ValueError(f"quantize_experts: {path} must be frozen, and has a gradient.")
     logical: Tensor = weight.detach().transpose(1, 2) if by_columns else weight.detach()
     quantized = QuantizedExperts.quantize(logical.to(device), format, by_columns=by_columns).to(weight.device)
-    _replace_stack(module, name, quantized, weight.dtype)
-
-
-def _replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dtype: torch.dtype) -> None:
-    # A number of the dense dtype, which follows `.to(dtype)`: the dense weight has the dtype that it would have.
-    carrier = torch.zeros((), dtype=dtype, device=quantized.device)
-    module._parameters[name] = nn.Parameter(carrier, requires_grad=False)
-    parametrize.register_parametrization(module, name, quantized, unsafe=True)
+    replace_stack(module, name, quantized, weight.dtype)
 
 
 def dequantize_experts(model: nn.Module) -> list[str]:
@@ -90,7 +103,9 @@ def dequantize_experts(model: nn.Module) -> list[str]:
         if "_tigon" in vars(module):
             raise ValueError("dequantize_experts: model must not be fused: call fusion.remove() first.")
         if len(quantized) != len(module.parametrizations):  # type: ignore[arg-type]
-            raise ValueError(f"dequantize_experts: {name} must have no parametrizations but 4-bit stacks, and has others.")
+            raise ValueError(
+                f"dequantize_experts: {name} must have no parametrizations but 4-bit stacks, and has others."
+            )
         dense = {stack: getattr(module, stack).contiguous() for stack in quantized}
         # torch's remove_parametrizations would delete the attributes of the class, which copies of the module share.
         del module._modules["parametrizations"]

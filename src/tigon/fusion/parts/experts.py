@@ -106,17 +106,21 @@ class Experts:
     def weights(self, module: nn.Module) -> tuple[Any, Any, Tensor | None, Tensor | None]:
         """The stacks (E, out, in), tensors or `QuantizedExperts`, and the biases."""
         stacks = (read_stack(module, n) for n in (self.gate_up, self.down))
-        first, second = (
-            w.transpose(1, 2) if self.by_columns and isinstance(w, Tensor) else w for w in stacks
-        )
+        first, second = (w.transpose(1, 2) if self.by_columns and isinstance(w, Tensor) else w for w in stacks)
         biases = (None if n is None else getattr(module, n) for n in (self.gate_up_bias, self.down_bias))
         return first, second, next(biases), next(biases)
 
 
-@recognition
 def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     """The stacked experts' formula; a Reason if a module is named experts and Tigon lacks the formula; else None."""
-    module = view_as_dense(module)
+    found: Experts | Reason | None = None
+    if not isinstance(module, QuantizedExperts):
+        found = _recognize_dense(view_as_dense(module))
+    return found
+
+
+@recognition
+def _recognize_dense(module: nn.Module) -> Experts | Reason | None:
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in parameters.values()) == 0:
         return None

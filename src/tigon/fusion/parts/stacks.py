@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tigon.ops.experts.quantized import QuantizedExperts
+
+
+class StackParametrizations(parametrize.ParametrizationList):
+    """The parametrizations of a 4-bit stack: the stack itself, and during a call PEFT's adapter.
+
+    PEFT (0.21) adds an adapter's proxy before a call. After the call it looks for its `_LoraParameterProxy` only,
+    though a single adapter has a proxy of another class, which would stay and be added again by each call.
+    PEFT calls the module inside `parametrize.cached()`, where torch keeps what was read before the proxy.
+    """
+
+    def append(self, module: Any) -> Any:
+        expected: Any = getattr(sys.modules[type(module).__module__], "_LoraParameterProxy", None)
+        if expected is not None and not isinstance(module, expected):
+            kind = type("FactorsProxy", (expected,), {"forward": lambda self, w: self.delta_weight(w)})
+            module = kind(module)
+        parametrize._cache.clear()
+        return super().append(module)
+
+
+def replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dtype: torch.dtype) -> None:
+    """Let 4-bit weights stand for a parameter with a dtype."""
+    # A number of the dense dtype, which follows `.to(dtype)`: the dense weight has the dtype that it would have.
+    carrier = torch.zeros((), dtype=dtype, device=quantized.device)
+    module._parameters[name] = nn.Parameter(carrier, requires_grad=False)
+    parametrize.register_parametrization(module, name, quantized, unsafe=True)
+    changes: Any = module.parametrizations
+    changes[name].__class__ = StackParametrizations
 
 
 def read_stack(module: nn.Module, name: str) -> Tensor | QuantizedExperts:

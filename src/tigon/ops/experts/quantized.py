@@ -3,8 +3,8 @@
     nf4      codes of normal quantiles, an fp32 absolute maximum per 64 weights: bitsandbytes' format, 4.5 bits a weight
     mxfp4    e2m1 floats, an e8m0 power of two per 32 weights: gpt-oss's format, 4.25 bits a weight
 
-Two codes share a byte: in nf4 the first is in the high four bits, in mxfp4 in the low four bits. The packed bytes and the
-scales are what the checkpoints hold, without a copy.
+Two codes share a byte: in nf4 the first is in the high four bits, in mxfp4 in the low four bits. The packed bytes and
+the scales are what the checkpoints hold, without a copy.
 
 Source: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314; OCP Microscaling Formats 1.0,
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
@@ -55,9 +55,9 @@ class QuantizedExperts(nn.Module):
         by_columns: as a parametrization give the weight as (E, K, N), as gpt-oss stores it.
     Raises: ValueError for inconsistent shapes, dtypes or devices.
 
-    `packed` and `scales` are parameters without gradients: they move and save with their module. Casts leave both as they
-    are. Registered with `torch.nn.utils.parametrize`, the module gives the dense weight in the original's dtype; see
-    `tigon.quantize_experts`.
+    `packed` and `scales` are parameters without gradients: they move and save with their module. Casts leave both as
+    they are. Registered with `torch.nn.utils.parametrize`, the module gives the dense weight in the original's dtype;
+    see `tigon.quantize_experts`.
     """
 
     packed: Tensor
@@ -152,7 +152,7 @@ class QuantizedExperts(nn.Module):
         layout = LAYOUTS["nf4"]
         if len(weight.shape) != 3 or weight.shape[2] % layout.blocksize or weight.blocksize != layout.blocksize:
             raise ValueError(
-                f"QuantizedExperts.from_four_bit: weight must be (E, N, K) in blocks of 64 weights with K a multiple of "
+                "QuantizedExperts.from_four_bit: weight must be (E, N, K) in blocks of 64 weights with K a multiple of "
                 f"64, got {tuple(weight.shape)} in blocks of {weight.blocksize}."
             )
         if not torch.equal(weight.table, torch.tensor(layout.table, device=weight.device)):
@@ -196,6 +196,13 @@ def find_layout(format: Any) -> Layout:
     if format not in LAYOUTS:
         raise ValueError(f"QuantizedExperts: format must be 'nf4' or 'mxfp4', got {format!r}.")
     return LAYOUTS[format]
+
+
+def count_bytes(shape: tuple[int, ...], format: Format) -> int:
+    """Bytes of a stack (E, N, K): codes and scales."""
+    layout = find_layout(format)
+    E, N, K = shape
+    return E * N * (cdiv(K, 2) + cdiv(K, layout.blocksize) * layout.scales.itemsize)
 
 
 def dequantize_experts_reference(packed: Packed, K: int, dtype: torch.dtype) -> Tensor:

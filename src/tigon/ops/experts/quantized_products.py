@@ -118,8 +118,8 @@ def _frozen_rows_kernel(
         if TRANSPOSED:
             # Rows of the weight beyond C are read as zeros.
             weight = _load_weights(
-                codes_ptr, scales_ptr, table_ptr, first_row + c + cs, cs < C - c, block * BLOCK_N, ROW_BYTES, ROW_BLOCKS,
-                HIGH_FIRST, EVEN_N, BLOCK_N, dtype,
+                codes_ptr, scales_ptr, table_ptr, first_row + c + cs, cs < C - c, block * BLOCK_N,
+                ROW_BYTES, ROW_BLOCKS, HIGH_FIRST, EVEN_N, BLOCK_N, dtype,
             )  # fmt: skip
         else:
             weight = _load_weights(
@@ -164,7 +164,7 @@ def _expand_kernel(
 
 
 def _frozen_tile(rows: int, a: Tensor) -> tuple[int, int, int, bool, dict[str, int]]:
-    """Return columns per block, step depth, row tiles that share a weight block in L2, SWAPPED, and Triton's options."""
+    """Return columns per block, step depth, row tiles that share a weight block in L2, SWAPPED, Triton's options."""
     if a.dtype == torch.float32:  # no tensor cores: limited by registers
         return 32, 32, 8, False, {"num_warps": 4, "num_stages": 2}
     if rows >= 64:
@@ -176,9 +176,9 @@ def multiply_rows(
     a: Tensor, w: Packed, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, precision: str,
     *, transposed: bool = False,
 ) -> None:  # fmt: skip
-    """Write a (S, C) times each expert's w, (N, C) or with `transposed` (C, N), to y (S, N), dequantized in the product.
+    """Write a (S, C) times each expert's w, (N, C) or with `transposed` (C, N), to y (S, N).
 
-    precision: of the products, as `tl.dot` takes it.
+    precision: of the products, as `tl.dot` takes it. The dense weight is never stored.
     """
     (S, C), N, E = a.shape, y.shape[1], w.codes.shape[0]
     tiles = tiles_at_most(S, E, rows)
@@ -206,7 +206,11 @@ def expand(packed: Packed, w: Tensor) -> Tensor:
     def plan() -> Plan:
         blocks = cdiv(K, cols)
         sizes = E * N, K, blocks, packed.codes.shape[2], packed.scales.shape[2]
-        return cdiv(E * N, block_r) * blocks, (*sizes, packed.high_first, K % cols == 0, block_r, cols), {"num_warps": 4}
+        return (
+            cdiv(E * N, block_r) * blocks,
+            (*sizes, packed.high_first, K % cols == 0, block_r, cols),
+            {"num_warps": 4},
+        )
 
     launch(_expand_kernel, (E, N, K, w.dtype, packed.high_first), (w, *packed), plan)
     return w
