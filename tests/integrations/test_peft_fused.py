@@ -630,17 +630,6 @@ def test_embeddings_and_the_head_are_left_and_named():
     assert_same_loss(plain, model)
 
 
-def test_experts_with_target_parameters_are_left():
-    stacked = ["experts.gate_up_proj", "experts.down_proj"]
-    plain, model = (adapted(mixtral, targets=["q_proj"], target_parameters=stacked) for _ in range(2))
-    fusion = tigon.fuse(model)
-    (loss, grads), (expected, theirs) = step(model, batch()), step(plain, batch())
-    assert_same_step((loss, grads), (expected, theirs))
-    assert rows_of(fusion)["LoRA: q_proj"] == 2
-    assert list(rows_of(fusion, fused=False).values()) == [4], "two stacks in each of two layers"
-    assert fusion.report().calls["experts"] == 2
-
-
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
 def test_biases_of_the_base_layers_that_are_trained_get_their_gradients(bias):
     def qwen2():

@@ -130,6 +130,30 @@ def test_all_tokens_to_one_expert_and_a_frozen_layer(backend, device):
     torch.testing.assert_close(low, want, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_adapters_on_experts_in_4_bits(many, triton_backend, device, monkeypatch):
+    """The share of rank 3 in both products, and every gradient, beside the dequantized weights."""
+    if many:
+        monkeypatch.setattr(launches, "MANY_ROWS", 1)
+        monkeypatch.setattr(quantized_products, "WORKSPACE", 1)
+    E, D, inner, T = 3, 64, 35, 20
+    gate_up, down = draw(E, 2 * inner, D, "nf4", device), draw(E, D, inner, "mxfp4", device, 1)
+    g = torch.Generator().manual_seed(2)
+    shapes = (T, D), (T, 2), (E, 3, D), (E, 2 * inner, 3), (E, 3, inner), (E, D, 3)
+    leaves = [torch.randn(shape, generator=g).to(device).requires_grad_() for shape in shapes]
+    index = torch.randint(E, (T, 2), generator=g).to(device)
+
+    def run(gate_up, down):
+        x, weights, *factors = leaves
+        first, second = tigon.ExpertAdapter(*factors[:2], 0.5), tigon.ExpertAdapter(*factors[2:], 0.25)
+        y = moe_mlp(x, index, weights, gate_up, down, gate_up_adapter=first, down_adapter=second)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    dense = (w.dequantize(torch.float32) for w in (gate_up, down))
+    for found, want in zip(run(gate_up, down), run(*dense), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
 def test_it_moves_casts_copies_and_saves_as_a_module(device):
     q = draw(2, 4, 64, "nf4")
     bits = q.scales.clone()

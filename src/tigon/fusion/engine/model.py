@@ -88,6 +88,8 @@ def fuse(
             "experts": run a mixture's experts together, without a loop or a copy of their tokens; the router stays.
             "adapters": run the frozen linear layers that carry PEFT's LoRA adapters together with their adapters, all
             layers with a shared input at once.
+            "expert_adapters": run PEFT's LoRA adapters on stacked experts (`target_parameters`) inside the experts'
+            products, where "experts" is on too, without the sum of weight and adapter.
             "fp8_base": run the frozen linear layers that transformers loads in FP8, with the gradient of their input.
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.

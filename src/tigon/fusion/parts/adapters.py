@@ -25,6 +25,7 @@ from tigon.fusion.fp8.layers import drop_copies
 from tigon.fusion.logits.deferred import as_tensor
 from tigon.fusion.parts.head import get_head
 from tigon.fusion.parts.lora_layers import (
+    adapts_parameter,
     find_source,
     has_plain_base,
     is_adapted,
@@ -193,7 +194,7 @@ class Adapters(Part):
     compiled = "Under torch.compile adapters run in PEFT's own code."
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        site.get_cached(_Names).seen = _names(site.model)
+        site.get_cached(AdapterNames).seen = adapter_names(site.model)
         modules = site.modules()
         # A model around a fused model: the inner Fusion takes the adapters.
         if any(p is not None and p.ledger.active and p.ledger is not site.ledger for p in map(_get_patch, modules)):
@@ -201,6 +202,7 @@ class Adapters(Part):
         heads = {id(head) for m in modules if (head := get_head(m)) is not None}
         for parent in modules:
             children = {n: m for n, m in parent.named_children() if is_adapted(m) and id(m) not in heads}
+            children = {n: m for n, m in children.items() if not adapts_parameter(m)}  # see expert_adapters.py
             if children:
                 self._fuse_children(site, parent, children)
 
@@ -232,7 +234,7 @@ class Adapters(Part):
                 site.record_fused(self, layer, _what(layer, siblings), patch)
 
     def is_stale(self, site: Site) -> bool:
-        return site.get_cached(_Names).seen != _names(site.model)
+        return site.get_cached(AdapterNames).seen != adapter_names(site.model)
 
 
 def _what(layer: Any, siblings: Siblings) -> str:
@@ -243,13 +245,13 @@ def _what(layer: Any, siblings: Siblings) -> str:
     return f"{siblings}, beside the product of {kind.__name__}"
 
 
-class _Names:
+class AdapterNames:
     """The adapter names that a model had when fuse looked."""
 
     seen: tuple[str, ...] = ()
 
 
-def _names(model: Any) -> tuple[str, ...]:
+def adapter_names(model: Any) -> tuple[str, ...]:
     return tuple(getattr(model, "peft_config", None) or ())
 
 

@@ -40,6 +40,7 @@ from tigon.fusion.parts.stacks import read_stack, view_as_dense
 from tigon.kernels import autocast_dtype, use_triton
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.experts import moe_mlp
+from tigon.ops.experts.adapter import ExpertAdapter
 from tigon.ops.experts.options import Expert
 from tigon.ops.experts.quantized import QuantizedExperts
 from tigon.ops.experts.reference import moe_mlp_reference
@@ -321,34 +322,48 @@ def _of_used_experts(x: Tensor, index: Tensor, weights: Tensor, *experts: Tensor
 
 
 def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    patch: Patch = self._tigon
+    y = run_experts(self, args, kwargs)
+    return plain_forward(self, *args, **kwargs) if y is None else y
+
+
+def run_experts(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gate_up_adapter: ExpertAdapter | None = None,
+    down_adapter: ExpertAdapter | None = None,
+) -> Tensor | None:  # fmt: skip
+    """A fused module's result by `moe_mlp` for its forward's arguments; None where the module's own code must run."""
+    patch: Patch = module._tigon
     formula: Experts = patch.formula
-    if not patch.ledger.active or is_functorch_active() or not patch.still_holds(self):
-        return plain_forward(self, *args, **kwargs)
+    if not patch.ledger.active or is_functorch_active() or not patch.still_holds(module):
+        return None
     inputs = dict(zip(formula.inputs, args, strict=False)) | kwargs
     if len(args) > 3 or len(inputs) != len(args) + len(kwargs) or inputs.keys() != set(formula.inputs):
-        return plain_forward(self, *args, **kwargs)
+        return None
     x, index, weights = (inputs[name] for name in formula.inputs)
-    if _implementation(self) != formula.implementation:  # set_experts_implementation chose another since
-        return plain_forward(self, *args, **kwargs)
-    experts = formula.weights(self)
+    if _implementation(module) != formula.implementation:  # set_experts_implementation chose another since
+        return None
+    experts = formula.weights(module)
     if not _fits(x, index, weights, experts):
-        return plain_forward(self, *args, **kwargs)
+        return None
     gate_up, down, gate_up_bias, down_bias = experts
     # In a compiled graph the reference would have to run every token through every expert.
     dense = (w.table if isinstance(w, QuantizedExperts) else w for w in experts)
     if torch.compiler.is_compiling() and not use_triton(x, weights, *dense):
-        return plain_forward(self, *args, **kwargs)
+        return None
     if patch.fp8 is not None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        key = ("experts", type(self))
-        y = run_experts_in_fp8(patch, x, index, weights, gate_up, down)
+        key = ("experts", type(module))
+        is_adapted = gate_up_adapter is not None or down_adapter is not None
+        y = None if is_adapted else run_experts_in_fp8(patch, x, index, weights, gate_up, down)
         if y is not None:
             patch.ledger.count("fp8", key)
             patch.ledger.count("experts", patch.key)
             return y
-        patch.ledger.count_fallback("fp8", key, why_not_in_fp8(x, patch.ledger))
+        why = "its experts have adapters" if is_adapted else why_not_in_fp8(x, patch.ledger)
+        patch.ledger.count_fallback("fp8", key, why)
     patch.ledger.count("experts", patch.key)
-    return moe_mlp(x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(self))
+    return moe_mlp(
+        x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(module),
+        gate_up_adapter=gate_up_adapter, down_adapter=down_adapter,
+    )  # fmt: skip
 
 
 def _fits(x: Any, index: Any, weights: Any, experts: tuple[Any, ...]) -> bool:
@@ -367,4 +382,4 @@ def _fits(x: Any, index: Any, weights: Any, experts: tuple[Any, ...]) -> bool:
     return same and all(t.dtype in DTYPES for t in floats)
 
 
-register(ModulePart("experts", recognize_experts, experts_forward, owns_activation=True))
+EXPERTS = register(ModulePart("experts", recognize_experts, experts_forward, owns_activation=True))

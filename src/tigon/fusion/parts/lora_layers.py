@@ -68,6 +68,11 @@ def is_adapted(module: nn.Module) -> bool:
     )
 
 
+def adapts_parameter(layer: nn.Module) -> bool:
+    """Whether the adapters are on a parameter (`target_parameters`), beside the code that uses it."""
+    return _name_peft_class(layer) == "peft.tuners.lora.layer.ParamWrapper"
+
+
 def lasting_reason(layer: Any) -> Reason | None:
     """Why a layer is left to PEFT whatever the input; None if calls decide."""
     if not type(layer).__module__.startswith("peft."):
@@ -77,11 +82,11 @@ def lasting_reason(layer: Any) -> Reason | None:
         return Reason("its adapters are not on a linear layer") if is_elsewhere else NO_ADAPTER
     if _name_peft_class(layer) not in FORWARDS:
         return Reason(f"it is a {type(layer).__name__} of PEFT, which may compute something that Tigon does not know")
-    adapter = _adapter(layer)
+    adapter = read_adapter(layer)
     return adapter if isinstance(adapter, Reason) and adapter in (VARIANT, BIAS, INSIDE, ZERO3) else None
 
 
-def _adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
+def read_adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
     """A, B, the scale and the dropout of the only active adapter."""
     if layer.disable_adapters or layer.merged:
         return SWITCHED_OFF
@@ -122,7 +127,7 @@ def _calls_nothing_else(layer: nn.Module) -> bool:
 
 def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     """The layer as of now, for an input x; or why PEFT's own forward has to run."""
-    adapter = _adapter(layer)
+    adapter = read_adapter(layer)
     if isinstance(adapter, Reason):
         return adapter
     first, second, scale, dropout = adapter

@@ -114,15 +114,18 @@ def _moe(
     biases = (gate_up_bias, down_bias)
     # top_k_index is omitted: use_triton expects float tensors.
     tensors = (w if isinstance(w, Tensor) else w.table for w in stacks)
-    if not use_triton(x, weights, *tensors, *biases) or gate_up_factors[0] is not None or down_factors[0] is not None:
+    if not use_triton(x, weights, *tensors, *biases):
         dense = (w.dequantize(x.dtype) if isinstance(w, QuantizedExperts) else w for w in (gate_up, down))
         return moe_mlp_reference(x, index, weights, *dense, *biases, options, gate_up_factors, down_factors)
-    experts = [w if isinstance(w, Tensor) else w.codes for w in stacks] + [*biases]
+    experts = [w if isinstance(w, Tensor) else w.codes for w in stacks]
     frozen = [t for w in stacks for t in ((None, None) if isinstance(w, Tensor) else w[1:])]
-    wants = (x, weights, *experts[:3])  # the gradient for down's bias does not need z
+    (*first, gate_up_scale), (*second, down_scale) = gate_up_factors, down_factors
+    # The gradient for down's bias does not need z.
+    wants = (x, weights, *experts, gate_up_bias, *first, *second)
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
-    return _moe_mlp(x, index, weights, *experts, keep, *frozen, *options)
+    given = (x, index, weights, *experts, *biases, *first, *second)
+    return _moe_mlp(*given, keep, *frozen, gate_up_scale, down_scale, *options)
 
 
 def _check(

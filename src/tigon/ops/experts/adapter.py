@@ -69,6 +69,5 @@ def multiply_adapted(
 ) -> Tensor:
     """One expert's x Wᵀ + bias + scale · (x Aᵀ) Bᵀ in plain PyTorch."""
     y = F.linear(x, weight, bias)
-    if a is None or b is None:
-        return y
-    return torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
+    # addmm rounds the adapter's share and the sum at once.
+    return y if a is None or b is None else torch.addmm(y, F.linear(x, a), b.t(), alpha=scale)

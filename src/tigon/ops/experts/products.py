@@ -1,8 +1,9 @@
 """Matrix products over rows sorted by expert.
 
 `_rows_kernel` multiplies an expert's rows by its weight: a program owns a row tile from routing.py's list and a block
-of columns. `_weight_bwd_kernel` computes the weight's gradient: a program owns a weight block and walks over all rows
-of the expert. Programs are numbered such that concurrent programs share tiles in L2.
+of columns. Adapters add a product over their rank to the sums of the tile. `_weight_bwd_kernel` computes the gradient
+of the weight: a program owns a weight block and walks over all rows of the expert. Programs are numbered such that
+concurrent programs share tiles in L2.
 
 DESCRIBED: the operands are tensor descriptors, and the GPU's copy engine loads tiles into shared memory. Without such
 an engine, or if rows are not aligned to 16 bytes, threads load the tiles.
@@ -31,21 +32,44 @@ def _tile(
     return expert, start, rows, rows < end, within // size
 
 
+@jit
+def add_low_rank(
+    acc, s_ptr, b_ptr, expert, rows, inside, cols, mask, RANK, stride_be, stride_bn, stride_br,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Return acc + s · bᵀ, an adapter's share of a tile: s (S, RANK) sorted by expert, b (E, N, RANK) of any strides.
+
+    rows, inside (BLOCK_M,): the tile's rows, and which of them are this expert's. cols, mask (BLOCK_N,): its columns.
+    """
+    rs = tl.arange(0, BLOCK_R)
+    s_ptrs = s_ptr + rows.to(tl.int64)[:, None] * RANK + rs[None, :]
+    b_ptrs = b_ptr + expert.to(tl.int64) * stride_be + cols.to(tl.int64)[None, :] * stride_bn + rs[:, None] * stride_br
+    # One stage: the ranks are few, and the tile's sums leave no registers to load ahead.
+    for r in tl.range(0, RANK, BLOCK_R, num_stages=1):
+        s = tl.load(s_ptrs, mask=inside[:, None] & (rs < RANK - r)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=(rs < RANK - r)[:, None] & mask[None, :], other=0.0)
+        acc = tl.dot(s, b, acc, input_precision=PRECISION)
+        s_ptrs += BLOCK_R
+        b_ptrs += BLOCK_R * stride_br
+    return acc
+
+
 # One program computes BLOCK_M rows × BLOCK_N columns of y for a single expert; the grid covers the worst split, and
 # surplus programs exit.
 # a (S, K), y (S, N): rows sorted by expert. w: (E, N, K), or with BY_COLUMNS a descriptor (E, K, N) in memory order;
 # bias (E, N) or None.
+# s (S, RANK), b (E, N, RANK): an adapter's share, or None; see add_low_rank. scale: multiplies y, or None.
 # tiles (2, TILES): expert and first row per tile, M_TILES of them visited; offsets (E + 1,); BLOCKS: column blocks.
 # EVEN_K: K is a multiple of BLOCK_K, so loads need no mask along K. GROUP: tiles that share a weight block in L2.
 @jit
 @do_not_specialize("M_TILES", "TILES")
 def _rows_kernel(
-    y_ptr, a, w, bias_ptr, tiles_ptr, offsets_ptr,
-    M_TILES, TILES, E, N, K, BLOCKS, stride_we, stride_wn, stride_wk,
+    y_ptr, a, w, bias_ptr, tiles_ptr, offsets_ptr, s_ptr, b_ptr,
+    M_TILES, TILES, E, N, K, BLOCKS, stride_we, stride_wn, stride_wk, RANK, stride_be, stride_bn, stride_br, scale,
     DESCRIBED: tl.constexpr, BY_COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """y = a · wᵀ + bias, accumulated in fp32 and rounded once."""
+    """y = scale · (a · wᵀ + s · bᵀ + bias), accumulated in fp32 and rounded once."""
     expert, start, rows, inside, block = _tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
     if expert >= E:
         return
@@ -74,8 +98,15 @@ def _rows_kernel(
             acc = tl.dot(rows_of_a, weight, acc, input_precision=PRECISION)
             a_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * stride_wk
+    if s_ptr is not None:
+        acc = add_low_rank(
+            acc, s_ptr, b_ptr, expert, rows, inside, cols, mask, RANK, stride_be, stride_bn, stride_br, PRECISION,
+            BLOCK_R,
+        )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * N + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
+    if scale is not None:
+        acc *= scale
     y_ptr += rows.to(tl.int64)[:, None] * N + cols[None, :]
     # A tile overlaps the next expert's first rows, which another program writes: the mask is required.
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=inside[:, None] & mask[None, :])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import Plan, can_describe, cdiv, describe, do_not_specialize, jit, launch, tl
-from tigon.ops.experts.products import _tile
+from tigon.ops.experts.products import _tile, add_low_rank
 from tigon.ops.experts.routing import Routing, tiles_at_most
 
 WORKSPACE = 256 * 2**20  # bytes of dense weights at a time
@@ -82,18 +82,19 @@ def _load_weights(
 # One program computes BLOCK_M rows × BLOCK_N columns of y for a single expert, as `_rows_kernel` does.
 # a (S, C), a descriptor if DESCRIBED; y (S, N): rows sorted by expert. codes, scales, table: `Packed`, ROWS rows per
 # expert. The weight is (N, C) with blocks along C, or if TRANSPOSED (C, N) with blocks along N. bias (E, N) or None.
+# s (S, RANK), b (E, N, RANK): an adapter's share, or None; see add_low_rank.
 # EVEN_C, EVEN_N: C is a multiple of BLOCK_C, N of BLOCK_N.
 # SWAPPED: compute yᵀ = w aᵀ, so that the tensor cores read the dequantized weight from registers.
 @jit
 @do_not_specialize("M_TILES", "TILES")
 def _frozen_rows_kernel(
-    y_ptr, a, codes_ptr, scales_ptr, table_ptr, bias_ptr, tiles_ptr, offsets_ptr,
-    M_TILES, TILES, E, N, C, BLOCKS, ROWS, ROW_BYTES, ROW_BLOCKS,
+    y_ptr, a, codes_ptr, scales_ptr, table_ptr, bias_ptr, tiles_ptr, offsets_ptr, s_ptr, b_ptr,
+    M_TILES, TILES, E, N, C, BLOCKS, ROWS, ROW_BYTES, ROW_BLOCKS, RANK, stride_be, stride_bn, stride_br,
     DESCRIBED: tl.constexpr, TRANSPOSED: tl.constexpr, HIGH_FIRST: tl.constexpr, EVEN_C: tl.constexpr,
     EVEN_N: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """y = a · wᵀ + bias, or a · w + bias, accumulated in fp32 and rounded once."""
+    """y = a · wᵀ + s · bᵀ + bias, or with w in place of wᵀ, accumulated in fp32 and rounded once."""
     expert, start, rows, inside, block = _tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
     if expert >= E:
         return
@@ -132,6 +133,11 @@ def _frozen_rows_kernel(
             acc = tl.dot(rows_of_a, weight, acc, input_precision=PRECISION)
     if SWAPPED:
         acc = acc.T
+    if s_ptr is not None:
+        acc = add_low_rank(
+            acc, s_ptr, b_ptr, expert, rows, inside, cols, mask, RANK, stride_be, stride_bn, stride_br, PRECISION,
+            BLOCK_R,
+        )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * N + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
     y_ptr += rows.to(tl.int64)[:, None] * N + cols[None, :]
@@ -174,28 +180,33 @@ def _frozen_tile(rows: int, a: Tensor) -> tuple[int, int, int, bool, dict[str, i
 
 def multiply_rows(
     a: Tensor, w: Packed, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, precision: str,
-    *, transposed: bool = False,
+    share: tuple[Tensor, Tensor] | None, rank_block: int, *, transposed: bool = False,
 ) -> None:  # fmt: skip
     """Write a (S, C) times each expert's w, (N, C) or with `transposed` (C, N), to y (S, N).
 
-    precision: of the products, as `tl.dot` takes it. The dense weight is never stored.
+    precision: of the products, as `tl.dot` takes it. share: as in `_rows_by_weight`, rank_block of its ranks per step.
+    The dense weight is never stored.
     """
     (S, C), N, E = a.shape, y.shape[1], w.codes.shape[0]
     tiles = tiles_at_most(S, E, rows)
     if not tiles or not N:
         return
+    s, b = (None, None) if share is None else share
+    if b is not None and transposed:
+        b = b.transpose(1, 2)
+    of_rank = (0, 0, 0, 0) if b is None else (b.shape[2], *b.stride())
     described = can_describe(a)
     block_n, block_c, group, swapped, launched = _frozen_tile(rows, a)
     operand: Any = describe(a, (rows, block_c)) if described else a
 
     def plan() -> Plan:
         blocks = cdiv(N, block_n)
-        sizes = tiles, routing.tiles.shape[1], E, N, C, blocks, *w.codes.shape[1:], w.scales.shape[2]
+        sizes = tiles, routing.tiles.shape[1], E, N, C, blocks, *w.codes.shape[1:], w.scales.shape[2], *of_rank
         flags = described, transposed, w.high_first, C % block_c == 0, N % block_n == 0, swapped, precision
-        return tiles * blocks, (*sizes, *flags, rows, block_n, block_c, group), launched
+        return tiles * blocks, (*sizes, *flags, rows, block_n, block_c, rank_block, group), launched
 
-    key = (S, E, N, C, rows, transposed, a.dtype, w.high_first, bias is None, described, precision)
-    launch(_frozen_rows_kernel, key, (y, operand, *w, bias, routing.tiles, routing.offsets), plan)
+    key = (S, E, N, C, rows, transposed, of_rank, a.dtype, w.high_first, bias is None, described, precision)
+    launch(_frozen_rows_kernel, key, (y, operand, *w, bias, routing.tiles, routing.offsets, s, b), plan)
 
 
 def expand(packed: Packed, w: Tensor) -> Tensor:
