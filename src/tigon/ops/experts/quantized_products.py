@@ -50,8 +50,20 @@ class Packed(NamedTuple):
 
 
 @jit
+def _decode(codes, table, HIGH_FIRST: tl.constexpr):
+    """The values of 4-bit codes, of any shape, in fp32."""
+    if HIGH_FIRST:
+        # From registers: a load would be staged in shared memory as the products' operands are.
+        return tl.reshape(tl.gather(table, tl.ravel(codes), 0), codes.shape)
+    # e2m1 has fp32's form but for 0 and 0.5, which are subnormal: exponent and mantissa move into their places.
+    size = codes & 7
+    value = tl.where(size < 2, size * 0.5, ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True))
+    return tl.where(codes > 7, -value, value)
+
+
+@jit
 def _load_weights(
-    codes_ptr, scales_ptr, table_ptr, rows, inside, col, ROW_BYTES, ROW_BLOCKS,
+    codes_ptr, scales_ptr, table, rows, inside, col, ROW_BYTES, ROW_BLOCKS,
     HIGH_FIRST: tl.constexpr, EVEN: tl.constexpr, COLS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Dequantize COLS columns from col on of the rows (R,), int64, where inside (R,): (R, COLS) in DTYPE.
@@ -73,8 +85,8 @@ def _load_weights(
         scale = tl.where(bits > 0, bits << 23, 1 << 22).to(tl.float32, bitcast=True)
     # Both codes of a byte are in one block. Scaled before the codes are put in order, so that 16 bits are reordered.
     shape: tl.constexpr = (q.shape[0], GROUPS, COLS // 2 // GROUPS)
-    high = tl.reshape(tl.load(table_ptr + (q >> 4)), shape) * scale[:, :, None]
-    low = tl.reshape(tl.load(table_ptr + (q & 15)), shape) * scale[:, :, None]
+    high = tl.reshape(_decode(q >> 4, table, HIGH_FIRST), shape) * scale[:, :, None]
+    low = tl.reshape(_decode(q & 15, table, HIGH_FIRST), shape) * scale[:, :, None]
     first, second = (high, low) if HIGH_FIRST else (low, high)
     return tl.reshape(tl.join(first.to(DTYPE), second.to(DTYPE)), (q.shape[0], COLS))
 
@@ -102,6 +114,7 @@ def _frozen_rows_kernel(
     mask = cols < N
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     first_row = expert.to(tl.int64) * ROWS
+    table = tl.load(table_ptr + tl.arange(0, 16))
     cs = tl.arange(0, BLOCK_C)
     if not DESCRIBED:
         a_ptrs = a + tl.where(inside, rows, start).to(tl.int64)[:, None] * C + cs[None, :]
@@ -119,12 +132,12 @@ def _frozen_rows_kernel(
         if TRANSPOSED:
             # Rows of the weight beyond C are read as zeros.
             weight = _load_weights(
-                codes_ptr, scales_ptr, table_ptr, first_row + c + cs, cs < C - c, block * BLOCK_N,
+                codes_ptr, scales_ptr, table, first_row + c + cs, cs < C - c, block * BLOCK_N,
                 ROW_BYTES, ROW_BLOCKS, HIGH_FIRST, EVEN_N, BLOCK_N, dtype,
             )  # fmt: skip
         else:
             weight = _load_weights(
-                codes_ptr, scales_ptr, table_ptr, first_row + cols, mask, c, ROW_BYTES, ROW_BLOCKS,
+                codes_ptr, scales_ptr, table, first_row + cols, mask, c, ROW_BYTES, ROW_BLOCKS,
                 HIGH_FIRST, EVEN_C, BLOCK_C, dtype,
             ).T  # fmt: skip
         if SWAPPED:
@@ -155,8 +168,9 @@ def _expand_kernel(
     """w = table[code] · scale, rounded once."""
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.program_id(0) % BLOCKS * COLS
+    table = tl.load(table_ptr + tl.arange(0, 16))
     w = _load_weights(
-        codes_ptr, scales_ptr, table_ptr, rows, rows < R, col, ROW_BYTES, ROW_BLOCKS, HIGH_FIRST, EVEN, COLS,
+        codes_ptr, scales_ptr, table, rows, rows < R, col, ROW_BYTES, ROW_BLOCKS, HIGH_FIRST, EVEN, COLS,
         w_ptr.dtype.element_ty,
     )  # fmt: skip
     cols = col + tl.arange(0, COLS)
