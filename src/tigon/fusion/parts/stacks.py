@@ -54,6 +54,15 @@ def find_quantized(module: nn.Module, name: str) -> QuantizedExperts | None:
     return only if isinstance(only, QuantizedExperts) else None
 
 
+def read_shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """The shape of a stack in the module's layout, without dequantizing it."""
+    quantized = find_quantized(module, name)
+    if quantized is None:
+        return tuple(getattr(module, name).shape)
+    E, N, K = quantized.shape
+    return (E, K, N) if quantized.by_columns else (E, N, K)
+
+
 def list_quantized(module: nn.Module) -> dict[str, QuantizedExperts]:
     lists = module._modules.get("parametrizations")
     found = {k: find_quantized(module, k) for k in (lists._modules if isinstance(lists, nn.ModuleDict) else ())}
@@ -68,9 +77,8 @@ def view_as_dense(module: nn.Module) -> nn.Module:
     plain = object.__new__(type(module).__bases__[0])  # the class from which torch's parametrize has derived
     parameters, modules = dict(module._parameters), dict(module._modules)
     del modules["parametrizations"]
-    for name, q in quantized.items():
-        E, N, K = q.shape
-        shape = (E, K, N) if q.by_columns else (E, N, K)
+    for name in quantized:
+        shape = read_shape(module, name)
         dtype = module.parametrizations[name].original.dtype  # type: ignore[index,union-attr]
         parameters[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     vars(plain).update(vars(module), _parameters=parameters, _modules=modules)
