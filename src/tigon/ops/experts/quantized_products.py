@@ -55,10 +55,10 @@ def _decode(codes, table, HIGH_FIRST: tl.constexpr):
     if HIGH_FIRST:
         # From registers: a load would be staged in shared memory as the products' operands are.
         return tl.reshape(tl.gather(table, tl.ravel(codes), 0), codes.shape)
-    # e2m1 has fp32's form but for 0 and 0.5, which are subnormal: exponent and mantissa move into their places.
-    size = codes & 7
-    value = tl.where(size < 2, size * 0.5, ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True))
-    return tl.where(codes > 7, -value, value)
+    # An e2m1 number in fp32's places for sign, exponent and mantissa is 2^126 times too small: the exponents' biases
+    # are 1 and 127. Its 0.5 becomes a subnormal number, which a product keeps, as no kernel flushes them.
+    bits = ((codes & 8) << 28) | ((codes & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @jit
