@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from tigon.cli.memory import choose_format
 from tigon.cli.model import Source, load_model, random_model, stored_form
-from tigon.cli.train.options import TrainOptions
+from tigon.cli.train.options import TrainOptions, trl
 from tigon.fusion.quantized_experts import find_stacks, quantize_experts
 
 
@@ -42,29 +42,27 @@ def load_linears(source: Source, options: TrainOptions) -> Any:
         for name in ("hf_quantizer", "quantization_config", "is_quantized"):
             vars(holder).pop(name, None)
     model.requires_grad_(False)
-    _quantize_linears(model, options.model, options.trainer.device)
+    _quantize_linears(model, trl.get_quantization_config(options.model), options.trainer.device)
     model.is_loaded_in_4bit = True  # PEFT then adds its adapters for layers of bitsandbytes
     # The trainer does not move such a model to the GPU, where dense experts may have no room.
     model.quantization_method = QuantizationMethod.BITS_AND_BYTES
     return model
 
 
-def _quantize_linears(model: Any, arguments: Any, device: torch.device) -> None:
-    """Replace linear layers except the head by bitsandbytes' layers. arguments: TRL's ModelConfig."""
+def _quantize_linears(model: Any, config: Any, device: torch.device) -> None:
+    """Replace linear layers except the head by bitsandbytes' layers. config: a transformers.BitsAndBytesConfig."""
     import bitsandbytes as bnb
 
-    head = model.get_output_embeddings()
-    linears = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    for name, linear in linears:
-        options = {"quant_type": arguments.bnb_4bit_quant_type, "quant_storage": arguments.bnb_4bit_quant_storage}
-        nested, bias = arguments.use_bnb_nested_quant, linear.bias
+    head, nested = model.get_output_embeddings(), config.bnb_4bit_use_double_quant
+    options = {"quant_type": config.bnb_4bit_quant_type, "quant_storage": config.bnb_4bit_quant_storage}
+    for name, linear in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]:
+        has_bias, dtype = linear.bias is not None, linear.weight.dtype
         with torch.device("meta"):
             layer = bnb.nn.Linear4bit(
-                linear.in_features, linear.out_features, bias is not None, compute_dtype=linear.weight.dtype,
-                compress_statistics=nested, **options,
+                linear.in_features, linear.out_features, has_bias, compute_dtype=dtype, compress_statistics=nested,
+                **options,
             )  # fmt: skip
-        if bias is not None:
-            layer.bias = bias
+        layer.bias = linear.bias
         layer.weight = bnb.nn.Params4bit(
             linear.weight.detach(), requires_grad=False, compress_statistics=nested, module=layer, **options
         )
