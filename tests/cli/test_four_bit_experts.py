@@ -99,7 +99,7 @@ def test_train_on_experts_in_4_bits(tigon, text, tmp_path):
         "train", "--model_name_or_path", folder, "--dataset_name", text, "--max_length", 32, "--output_dir", run,
         "--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none", "--use_peft", "--lora_r", 4,
         "--lora_target_modules", "q_proj", "--lora_target_parameters", "experts.gate_up_proj", "experts.down_proj",
-        "--load_in_4bit", "--bnb_4bit_quant_type", "nf4", "--learning_rate", 0.01,
+        "--lora_dropout", 0, "--load_in_4bit", "--bnb_4bit_quant_type", "nf4", "--learning_rate", 0.01,
     ).ok()  # fmt: skip
     weights = load_file(run / "adapter_model.safetensors")
     assert {str(t.dtype) for t in weights.values()} == {"torch.float32"}
