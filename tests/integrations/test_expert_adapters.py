@@ -97,6 +97,26 @@ def test_nothing_as_large_as_the_weights_is_made():
     assert max(saved) < least <= plain
 
 
+def test_the_memory_of_a_step_is_estimated_for_both_sides():
+    from tigon.cli.adapters import add_adapters, new_adapters
+    from tigon.cli.problem import Problem
+    from tigon.fusion.memory.estimate import step_memory
+
+    stacks = ",".join(STACKED)
+    with torch.device("meta"):
+        model = add_adapters(mixtral().bfloat16(), new_adapters(2, "q_proj", 0.0, stacks)).train()
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+
+    def estimate():
+        return step_memory(model, {"input_ids": ids, "labels": ids}, autocast=torch.bfloat16).kept.parts["activations"]
+
+    plain = estimate()
+    tigon.fuse(model)
+    assert estimate() < 0.5 * plain  # PEFT's sums of weights and adapters stay for the backward pass
+    with pytest.raises(Problem, match="--lora-target-parameters requires --lora-dropout 0"):
+        new_adapters(2, "q_proj", 0.1, stacks)
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 def test_gradients_are_no_further_from_the_truth_than_peft_s(autocast):
     plain, model, wide = (adapted_experts(dtype=torch.bfloat16) for _ in range(3))
@@ -181,6 +201,25 @@ def test_experts_that_are_trained_beside_their_adapters():
     with tigon.fuse(model) as fusion:
         assert_same_step(step(model, batch()), step(plain, batch()))
         assert count(fusion) == 2
+
+
+def test_sharded_by_fsdp2_and_gathered_for_the_layer():
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    plain, model = adapted_experts(), adapted_experts()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fusion = tigon.fuse(model)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        loss, grads = step(model, batch())
+        assert count(fusion) == 2
+        whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+        assert_same_step((loss, whole), step(plain, batch()))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_left_has_a_reason():

@@ -36,6 +36,7 @@ class Adapters:
         return f"{'DoRA' if self.config.use_dora else 'LoRA'} of rank {self.config.r}"
 
 
+PARAMETERS_HAVE_NO_DROPOUT = "{} requires {} 0: PEFT has no dropout for adapters on parameters, such as stacked experts"
 BOTH = "--lora and saved adapters exclude each other: give a rank for new adapters, or a folder of saved ones"
 
 
@@ -109,10 +110,12 @@ def find_adapters(name: str, option: str) -> Adapters:
     return Adapters(name, config, place or None, config.base_model_name_or_path)
 
 
-def new_adapters(rank: int, targets: str, dropout: float) -> Adapters:
+def new_adapters(rank: int, targets: str, dropout: float, parameters: str) -> Adapters:
     """The adapters that --lora puts on a model."""
     needs("--lora", "train", "peft")
-    return Adapters("--lora-targets", lora_config(rank, targets, dropout=dropout))
+    if parameters and dropout:
+        raise Problem(PARAMETERS_HAVE_NO_DROPOUT.format("--lora-target-parameters", "--lora-dropout"))
+    return Adapters("--lora-targets", lora_config(rank, targets, dropout=dropout, parameters=parameters))
 
 
 def add_adapters(model: Any, adapters: Adapters, *, saved: bool = False) -> Any:

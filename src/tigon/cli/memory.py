@@ -57,6 +57,7 @@ class StepOptions:
     fp8: bool = option(False, "Fused model: run the decoder layers' linear layers in FP8.")
     lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
+    lora_target_parameters: str = option("", "Parameters with adapters, such as stacked experts, separated by commas.")
     lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
     quantize: str | None = option(
         None, f"{', '.join(QUANTIZE)}: 4-bit or 8-bit frozen linear layers under adapters, and 4-bit experts."
@@ -111,7 +112,7 @@ class Sides:
         if setup.quantize in FOUR_BITS:
             self._count_experts(choose_format(source.config))
         if setup.lora:
-            adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
+            adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout, setup.lora_target_parameters)
         if adapters is not None:
             self.model = add_adapters(self.model, adapters)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)

@@ -171,13 +171,18 @@ def _find_class(config: PretrainedConfig, any_head: bool) -> Any:
     return found
 
 
-def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = None, dropout: float = 0.0) -> Any:
-    """PEFT's LoRA configuration. alpha: twice the rank by default."""
+def lora_config(
+    rank: int, targets: str = "all-linear", alpha: float | None = None, dropout: float = 0.0, parameters: str = ""
+) -> Any:
+    """PEFT's LoRA configuration. alpha: twice the rank by default. targets, parameters: names, separated by commas."""
     from peft import LoraConfig
 
     names: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     scale: Any = 2 * rank if alpha is None else alpha  # Any: PEFT annotates lora_alpha as a whole number
-    return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM",
+        target_parameters=[name.strip() for name in parameters.split(",")] if parameters else None,
+    )  # fmt: skip
 
 
 def quantized_to(config: Any) -> str | None:

@@ -45,6 +45,7 @@ class VerifyOptions:
     seq_len: int = option(64, "Tokens per sequence.", min=2)
     lora: int | None = option(None, "Add LoRA adapters with this rank to the model.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
+    lora_target_parameters: str = option("", "Parameters with adapters, such as stacked experts, separated by commas.")
     adapters: str | None = option(None, "Adapters saved by PEFT: folder, adapter_config.json or hub name.")
     against: str | None = option(
         None,
@@ -79,7 +80,7 @@ def verify(options: VerifyOptions) -> None:
 
     source, adapters = find_adapted(options.model, options.adapters, options.lora)
     if options.lora:
-        adapters = new_adapters(options.lora, options.lora_targets, 0.0)
+        adapters = new_adapters(options.lora, options.lora_targets, 0.0, options.lora_target_parameters)
     import torch
 
     quiet_transformers()

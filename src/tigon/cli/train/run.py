@@ -15,6 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
+from tigon.cli.adapters import PARAMETERS_HAVE_NO_DROPOUT
 from tigon.cli.checkpoint import CRC_LIMIT, LOCK, find_checkpoints, find_defect, find_newest, lock_folder
 from tigon.cli.model import Source, find_model, load_tokenizer, random_model, stored_form
 from tigon.cli.problem import Problem, check_writable, is_disk_full, is_out_of_memory, needs, one_line
@@ -274,6 +275,8 @@ def find_source(options: TrainOptions) -> Source:
         needs("--load_in_4bit", "quantize", "bitsandbytes")
         if not model.use_peft:
             raise Problem("--load_in_4bit and --load_in_8bit require --use_peft: quantised weights are not trained")
+    if model.use_peft and model.lora_target_parameters and model.lora_dropout:
+        raise Problem(PARAMETERS_HAVE_NO_DROPOUT.format("--lora_target_parameters", "--lora_dropout"))
     source = find_model(name, any_model=options.task in HEADLESS)
     if source.kind == "path" and Path(source.name).is_dir():
         check_manifest(Path(source.name))

@@ -208,7 +208,7 @@ class Ledger:
 
     def new_step(self) -> None:
         if not torch.compiler.is_compiling():
-            ran = sum(count for (kind, _), count in self.calls.items() if kind == "adapters")
+            ran = sum(count for (kind, _), count in self.calls.items() if kind in ("adapters", "expert_adapters"))
             self.adapters_before = ran or self.adapters_before
             self.steps += 1
             self.calls.clear()

@@ -115,6 +115,7 @@ def step_memory(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_arriving(tracker, units))
         stack.enter_context(_marked_head(model, tracker))
+        stack.enter_context(_autocast_for_meta())
         for mode in (meta_as_gpu(), tracker, _GPU(tracker)):
             stack.enter_context(mode)
         try:
@@ -134,6 +135,25 @@ def step_memory(
         for p in trained:
             p.grad = None
     return StepMemory(tracker.peak if tracker.peak.total > update.total else update, kept, update)
+
+
+@contextlib.contextmanager
+def _autocast_for_meta() -> Iterator[None]:
+    """Let code switch autocast off for its tensors' device, as PEFT's adapters on experts do: torch has none for meta.
+
+    The step runs under the CPU's autocast.
+    """
+    before = torch.autocast
+
+    class Autocast(before):  # type: ignore[valid-type,misc]
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast = Autocast  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.autocast = before  # type: ignore[misc]
 
 
 class AllocationTracker(TorchDispatchMode):
