@@ -154,6 +154,21 @@ def test_adapters_on_experts_in_4_bits(many, triton_backend, device, monkeypatch
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
+def test_a_compiled_graph_has_the_same_bits(triton_backend, device):
+    gate_up, down = draw(2, 32, 64, "nf4", device), draw(2, 64, 16, "mxfp4", device)
+    index, weights = torch.arange(6, device=device)[:, None] % 2, torch.ones(6, 1, device=device)
+
+    def run(x):
+        return moe_mlp(x, index, weights, gate_up, down)
+
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        x = torch.linspace(-1, 1, 6 * 64, device=device).view(6, 64).requires_grad_()
+        y = call(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_it_moves_casts_copies_and_saves_as_a_module(device):
     q = draw(2, 4, 64, "nf4")
     bits = q.scales.clone()

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tigon.cli.options import option
 from tigon.cli.problem import Problem
@@ -110,7 +110,7 @@ class Sides:
         self.saved = sum(m.weight.nbytes - stored_bytes(m, setup.quantize) for m in narrow)
         self.dense = max((m.weight.nbytes for m in narrow), default=0)
         if setup.quantize in FOUR_BITS:
-            self._count_experts(choose_format(source.config))
+            self._count_experts(source.config)
         if setup.lora:
             adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout, setup.lora_target_parameters)
         if adapters is not None:
@@ -120,15 +120,18 @@ class Sides:
             checkpoint_activations(self.model)
         self.fusion: Any = None
 
-    def _count_experts(self, format: Any) -> None:
+    def _count_experts(self, config: Any) -> None:
         """Count stacked experts as `tigon.quantize_experts` stores them."""
         from tigon.fusion.quantized_experts import find_stacks
         from tigon.ops.experts.quantized import count_bytes
-        from tigon.ops.experts.quantized_products import WORKSPACE
+        from tigon.ops.experts.quantized_products import MANY_ROWS, WORKSPACE
 
+        slots = self.setup.batch_size * (self.setup.seq_len or 2048)
+        slots *= getattr(config.get_text_config(), "num_experts_per_tok", None) or MANY_ROWS
         for stack in find_stacks(self.model):
-            self.saved += stack.nbytes - count_bytes(tuple(stack.shape), format)
-            self.dense = max(self.dense, min(stack.nbytes, WORKSPACE))
+            self.saved += stack.nbytes - count_bytes(tuple(stack.shape), choose_format(config))
+            if slots >= MANY_ROWS * stack.shape[0]:  # with fewer rows nothing is expanded
+                self.dense = max(self.dense, min(stack.nbytes, WORKSPACE))
 
     def memory(self) -> StepMemory:
         """The memory for a step with the current model. Raises tigon.fusion.memory.estimate.CannotEstimate."""
@@ -166,7 +169,7 @@ class Sides:
         return self.fusion
 
 
-def choose_format(config: Any) -> str:
+def choose_format(config: Any) -> Literal["nf4", "mxfp4"]:
     """The 4-bit format of stacked experts: the checkpoint's mxfp4, or nf4."""
     from tigon.cli.model import stored_form
 

@@ -102,7 +102,7 @@ def dequantize_experts(model: nn.Module) -> list[str]:
             continue
         if "_tigon" in vars(module):
             raise ValueError("dequantize_experts: model must not be fused: call fusion.remove() first.")
-        if len(quantized) != len(module.parametrizations):  # type: ignore[arg-type]
+        if len(quantized) != len(module.parametrizations):
             raise ValueError(
                 f"dequantize_experts: {name} must have no parametrizations but 4-bit stacks, and has others."
             )

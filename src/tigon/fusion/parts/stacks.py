@@ -74,7 +74,7 @@ def view_as_dense(module: nn.Module) -> nn.Module:
     quantized = list_quantized(module)
     if not quantized:
         return module
-    plain = object.__new__(type(module).__bases__[0])  # the class from which torch's parametrize has derived
+    plain: nn.Module = object.__new__(type(module).__bases__[0])  # the class from which torch's parametrize has derived
     parameters, modules = dict(module._parameters), dict(module._modules)
     del modules["parametrizations"]
     for name in quantized:

@@ -115,16 +115,18 @@ def _moe(
     # top_k_index is omitted: use_triton expects float tensors.
     tensors = (w if isinstance(w, Tensor) else w.table for w in stacks)
     if not use_triton(x, weights, *tensors, *biases):
-        dense = (w.dequantize(x.dtype) if isinstance(w, QuantizedExperts) else w for w in (gate_up, down))
-        return moe_mlp_reference(x, index, weights, *dense, *biases, options, gate_up_factors, down_factors)
+        first, second = (w.dequantize(x.dtype) if isinstance(w, QuantizedExperts) else w for w in (gate_up, down))
+        return moe_mlp_reference(
+            x, index, weights, first, second, gate_up_bias, down_bias, options, gate_up_factors, down_factors
+        )
     experts = [w if isinstance(w, Tensor) else w.codes for w in stacks]
     frozen = [t for w in stacks for t in ((None, None) if isinstance(w, Tensor) else w[1:])]
-    (*first, gate_up_scale), (*second, down_scale) = gate_up_factors, down_factors
+    (*gate_up_ab, gate_up_scale), (*down_ab, down_scale) = gate_up_factors, down_factors
     # The gradient for down's bias does not need z.
-    wants = (x, weights, *experts, gate_up_bias, *first, *second)
+    wants = (x, weights, *experts, gate_up_bias, *gate_up_ab, *down_ab)
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
-    given = (x, index, weights, *experts, *biases, *first, *second)
+    given = (x, index, weights, *experts, *biases, *gate_up_ab, *down_ab)
     return _moe_mlp(*given, keep, *frozen, gate_up_scale, down_scale, *options)
 
 

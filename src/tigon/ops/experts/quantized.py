@@ -85,7 +85,7 @@ class QuantizedExperts(nn.Module):
             raise ValueError(f"QuantizedExperts: scales must be on {packed.device}, as packed, got {scales.device}.")
         self.shape, self.format, self.by_columns = (E, N, K), format, by_columns
         self.packed, self.scales = (nn.Parameter(t.contiguous(), requires_grad=False) for t in (packed, scales))
-        self._table: Tensor | None = None
+        self._table = torch.tensor(layout.table, device=packed.device)
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +94,7 @@ class QuantizedExperts(nn.Module):
     @property
     def table(self) -> Tensor:
         """(16,) fp32, the codes' values, on the weights' device."""
-        if self._table is None or self._table.device != self.device:
+        if self._table.device != self.device:
             self._table = torch.tensor(LAYOUTS[self.format].table, device=self.device)
         return self._table
 
@@ -188,8 +188,8 @@ class QuantizedExperts(nn.Module):
         def move(t: Tensor) -> Tensor:
             return fn(t.view(torch.int32)).view(t.dtype) if t.dtype == torch.float32 else fn(t)
 
-        applied: Any = super()._apply(move, recurse)
-        return applied
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def find_layout(format: Any) -> Layout:
