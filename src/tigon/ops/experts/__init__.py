@@ -31,7 +31,7 @@ from tigon.kernels import (
     weight_and_bias,
 )
 from tigon.ops.example import Example
-from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter
+from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter, pad_ranks
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
 from tigon.ops.experts.quantized import QuantizedExperts
@@ -87,7 +87,7 @@ def moe_mlp(
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
     check_adapter("gate_up_adapter", gate_up_adapter, tuple(gate_up_weight.shape), x)
     check_adapter("down_adapter", down_adapter, tuple(down_weight.shape), x)
-    factors = [cast_factors(adapter, dtype) for adapter in (gate_up_adapter, down_adapter)]
+    factors = (cast_factors(gate_up_adapter, dtype), cast_factors(down_adapter, dtype))
     if autocast_dtype(x.device.type) is None:
         return _moe(x, top_k_index, top_k_weights, *experts, *factors, config.options())
     # `to` is differentiable: each gradient returns in its parameter's dtype. Routing weights multiply in fp32, so they
@@ -121,7 +121,7 @@ def _moe(
         )
     experts = [w if isinstance(w, Tensor) else w.codes for w in stacks]
     frozen = [t for w in stacks for t in ((None, None) if isinstance(w, Tensor) else w[1:])]
-    (*gate_up_ab, gate_up_scale), (*down_ab, down_scale) = gate_up_factors, down_factors
+    (*gate_up_ab, gate_up_scale), (*down_ab, down_scale) = pad_ranks(gate_up_factors), pad_ranks(down_factors)
     # The gradient for down's bias does not need z.
     wants = (x, weights, *experts, gate_up_bias, *gate_up_ab, *down_ab)
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.

@@ -64,6 +64,14 @@ def cast_factors(adapter: ExpertAdapter | None, dtype: torch.dtype) -> Factors:
     return a, b, float(adapter.scale)
 
 
+def pad_ranks(factors: Factors) -> Factors:
+    """Fill two-byte A and B with zeros to a multiple of 16 ranks: the copy engine loads rows of whole 16 bytes."""
+    a, b, scale = factors
+    if a is None or b is None or a.dtype == torch.float32 or not (more := -a.shape[1] % 16):
+        return factors
+    return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more)), scale
+
+
 def multiply_adapted(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
 ) -> Tensor:
