@@ -112,7 +112,8 @@ def test_the_memory_of_a_step_is_estimated_for_both_sides():
 
     plain = estimate()
     tigon.fuse(model)
-    assert estimate() < 0.5 * plain  # PEFT's sums of weights and adapters stay for the backward pass
+    # PEFT's sums of weights and adapters stay for the backward pass; here only copies of A and B, of 16 ranks.
+    assert estimate() < 0.7 * plain
     with pytest.raises(Problem, match="--lora-target-parameters requires --lora-dropout 0"):
         new_adapters(2, "q_proj", 0.1, stacks)
 

@@ -382,4 +382,5 @@ def _fits(x: Any, index: Any, weights: Any, experts: tuple[Any, ...]) -> bool:
     return same and all(t.dtype in DTYPES for t in floats)
 
 
-EXPERTS = register(ModulePart("experts", recognize_experts, experts_forward, owns_activation=True))
+EXPERTS = ModulePart("experts", recognize_experts, experts_forward, owns_activation=True)
+register(EXPERTS)

@@ -87,7 +87,7 @@ def moe_mlp(
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
     check_adapter("gate_up_adapter", gate_up_adapter, tuple(gate_up_weight.shape), x)
     check_adapter("down_adapter", down_adapter, tuple(down_weight.shape), x)
-    factors = (cast_factors(gate_up_adapter, dtype), cast_factors(down_adapter, dtype))
+    factors = cast_factors(gate_up_adapter, dtype), cast_factors(down_adapter, dtype)
     if autocast_dtype(x.device.type) is None:
         return _moe(x, top_k_index, top_k_weights, *experts, *factors, config.options())
     # `to` is differentiable: each gradient returns in its parameter's dtype. Routing weights multiply in fp32, so they

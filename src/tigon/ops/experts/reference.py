@@ -20,14 +20,13 @@ def moe_mlp_reference(
     # unbind once: indexing per expert would allocate a full-size gradient for each expert.
     E = gate_up.shape[0]
     first, second = (
-        list(zip(*([None] * E if t is None else t.unbind() for t in (w, bias, *factors[:2])), strict=True))
-        for w, bias, factors in ((gate_up, gate_up_bias, gate_up_factors), (down, down_bias, down_factors))
+        list(zip(*([None] * E if t is None else t.unbind() for t in (w, bias, a, b)), [scale] * E, strict=True))
+        for w, bias, (a, b, scale) in ((gate_up, gate_up_bias, gate_up_factors), (down, down_bias, down_factors))
     )
 
     def run_expert(x: Tensor, expert: int) -> Tensor:
-        z = multiply_adapted(x, *first[expert], gate_up_factors[2])
-        y = multiply_adapted(activation_reference(z, options), *second[expert], down_factors[2])
-        return y.to(wide)
+        z = multiply_adapted(x, *first[expert])
+        return multiply_adapted(activation_reference(z, options), *second[expert]).to(wide)
 
     for expert in range(E):
         # A graph (and meta) cannot know an expert's rows: run all rows through each expert, most with weight 0.
