@@ -250,7 +250,6 @@ def split_experts(E: int, numbers: int, element_size: int) -> list[tuple[int, in
 
 def choose_experts(routing: Routing, first: int, last: int) -> Routing:
     """The routing for a part of the experts: tiles of other experts are surplus."""
-    expert, row = routing.tiles
-    inside = (expert >= first) & (expert < last)
-    tiles = torch.stack((torch.where(inside, expert - first, last - first), row))
+    expert, row = routing.tiles[0] - first, routing.tiles[1]  # experts from last on are surplus already
+    tiles = torch.stack((torch.where(expert < 0, last - first, expert), row))
     return routing._replace(offsets=routing.offsets[first : last + 1], tiles=tiles)
