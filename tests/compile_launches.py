@@ -41,6 +41,7 @@ import tigon
 from tigon import retrieve
 from tigon.kernels import device as device_facts
 from tigon.kernels import dispatch as backend
+from tigon.ops.experts.quantized import LAYOUTS
 from tigon.ops.fp8.blocks import quantize_blocks
 from tigon.ops.fp8.columns import fold_scales, to_columns, transpose_rows
 from tigon.ops.fp8.experts import multiply_by_experts
@@ -343,6 +344,11 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
                 x = torch.empty(8192, 4096, dtype=dtype, requires_grad=True)
                 layers = [adapted(n, 4096, rank, dtype, own, 0.05) for n in (4096, 1024, 1024)]
                 sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
+        for why, shape, dtype, call in quantized_experts_calls():
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "quantized_experts", "case": why, "shape": shape, "frozen": None}
+                context |= {"dtype": str(dtype).removeprefix("torch.")}
+                call()
         # Not promised elsewhere: the products need Hopper, and Triton has no e4m3 before sm_89.
         if target.backend == "cuda" and target.arch >= 90:
             for name, why, shape, dtype, call in (*fp8_calls(), *fp8_gated_calls(), *fp8_experts_calls()):
@@ -390,6 +396,35 @@ def fp8_experts_calls() -> Iterator[tuple[str, str, tuple[int, ...], torch.dtype
             multiply_by_experts(x.bfloat16(), index, weights, gate_up, down, Unit(keep=keep)).sum().backward()
 
         yield "fp8_experts", f"keep={keep}", shape, dtype, run
+
+
+def quantized_experts_calls() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Callable[[], Any]]]:
+    """Case, shape, dtype and call for experts in 4 bits: a row tile of each size, and weights that are expanded."""
+    E, D, inner, K = 32, 2880, 2880, 4  # gpt-oss-20b
+    cases = [(T, dtype, rank) for T in (8192, 1024, 512, 16) for dtype, rank in ((torch.bfloat16, 0), (torch.half, 16))]
+    for format, (T, dtype, rank) in itertools.product(LAYOUTS, [*cases, (512, torch.float32, 16)]):
+
+        def run(T: int = T, dtype: Any = dtype, rank: int = rank, format: Any = format) -> None:
+            layout = LAYOUTS[format]
+            stacks = [
+                tigon.QuantizedExperts(
+                    torch.empty(E, n, k // 2, dtype=torch.uint8),
+                    torch.empty(E, n, k // layout.blocksize, dtype=layout.scales), shape=(E, n, k), format=format,
+                )
+                for n, k in ((2 * inner, D), (D, inner))
+            ]  # fmt: skip
+            adapters = [
+                tigon.ExpertAdapter(torch.empty(E, rank, k, dtype=dtype), torch.empty(E, n, rank, dtype=dtype))
+                if rank
+                else None
+                for _, n, k in (q.shape for q in stacks)
+            ]
+            x = torch.empty(T, D, dtype=dtype, requires_grad=True)
+            weights, index = torch.empty(T, K), torch.empty(T, K, dtype=torch.long)
+            first, second = adapters
+            tigon.moe_mlp(x, index, weights, *stacks, gate_up_adapter=first, down_adapter=second).sum().backward()
+
+        yield f"{format}, rank {rank}", (T, D), dtype, run
 
 
 # Pair losses; batches that form a single part run in kernels.

@@ -21,6 +21,7 @@ from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.adapters import AdapterNames, adapter_names
 from tigon.fusion.parts.experts import EXPERTS, Experts, run_experts
 from tigon.fusion.parts.lora_layers import NO_ADAPTER, SHARDED, adapts_parameter, read_adapter
+from tigon.fusion.parts.stacks import read_shape
 from tigon.ops.experts.adapter import ExpertAdapter
 
 NOT_EXPERTS = Reason("its adapter is on a parameter that is not a stack of experts")
@@ -84,7 +85,7 @@ def _read(layer: Any, formula: Experts) -> ExpertAdapter | Reason:
     a, b = first.weight, second.weight
     if any(type(t) not in (Tensor, nn.Parameter) for t in (a, b)):
         return SHARDED
-    E, rows, columns = getattr(layer.get_base_layer(), layer.parameter_name).shape
+    E, rows, columns = read_shape(layer.get_base_layer(), layer.parameter_name)
     is_swapped = getattr(layer, "_did_swap_in_out_features", False)
     width, height = (columns, rows) if is_swapped else (rows, columns)
     if a.dtype not in DTYPES or a.shape[0] % E or tuple(b.shape) != (height, a.shape[0]) or a.shape[1] != width:

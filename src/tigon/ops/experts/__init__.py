@@ -34,10 +34,12 @@ from tigon.ops.example import Example
 from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter, pad_ranks
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
+from tigon.ops.experts.quantized import QuantizedExperts
 from tigon.ops.experts.reference import moe_mlp_reference
 
-# Stacked weights for all experts, without or with biases.
-Experts = Tensor | tuple[Tensor, Tensor | None]
+# A stack of weights for all experts, and stacks without or with biases.
+Stack = Tensor | QuantizedExperts
+Experts = Stack | tuple[Stack, Tensor | None]
 
 
 def moe_mlp(
@@ -55,7 +57,9 @@ def moe_mlp(
         gate_up: (E, 2I, D), x's dtype, gate above up; or a pair (weight, bias) with a bias (E, 2I). For weights stored
             as (E, D, 2I) pass gate_up.transpose(1, 2): the kernels read the view without a copy, and the gradient has
             the same strides.
-        down: (E, D, I), x's dtype, in either memory order; or a pair (weight, bias) with a bias (E, D).
+        down: (E, D, I), x's dtype, in either memory order; or a pair (weight, bias) with a bias (E, D). In place of a
+            weight both arguments take a `tigon.QuantizedExperts`, which stays in 4 bits and gets no gradient: the
+            result is that of its `dequantize(x.dtype)`.
         config: a `tigon.Expert`: activation, gate, clamp and offset.
         gate_up_adapter: a `tigon.ExpertAdapter`, A (E, r, D) and B (E, 2I, r): adds scale · B (A x) to gate_up's
             product. The sum of weight and adapter is never built.
@@ -77,8 +81,8 @@ def moe_mlp(
     if unknown:
         raise unknown_keyword("moe_mlp", unknown, HOMES)
     check_tensors("moe_mlp", x=x, top_k_index=top_k_index, top_k_weights=top_k_weights)
-    gate_up_weight, gate_up_bias = weight_and_bias("moe_mlp", "gate_up", gate_up, linear=False)
-    down_weight, down_bias = weight_and_bias("moe_mlp", "down", down, linear=False)
+    gate_up_weight, gate_up_bias = _read_experts("gate_up", gate_up)
+    down_weight, down_bias = _read_experts("down", down)
     experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
     check_adapter("gate_up_adapter", gate_up_adapter, tuple(gate_up_weight.shape), x)
@@ -88,30 +92,46 @@ def moe_mlp(
         return _moe(x, top_k_index, top_k_weights, *experts, *factors, config.options())
     # `to` is differentiable: each gradient returns in its parameter's dtype. Routing weights multiply in fp32, so they
     # need no cast.
-    cast = [t if t is None else t.to(dtype) for t in (x, *experts)]
+    cast = [t.to(dtype) if isinstance(t, Tensor) else t for t in (x, *experts)]
     with torch.autocast(autocast_device(x.device.type), enabled=False):  # tensors are cast already
         y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], *factors, config.options())  # type: ignore[arg-type,call-arg]
     return y.to(x.dtype)
 
 
+def _read_experts(argument: str, layer: Experts) -> tuple[Stack, Tensor | None]:
+    """The weights and the bias of gate_up or down."""
+    weight, bias = layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None)
+    if isinstance(weight, QuantizedExperts) and (bias is None or isinstance(bias, Tensor)):
+        return weight, bias
+    return weight_and_bias("moe_mlp", argument, layer, linear=False)
+
+
 def _moe(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Stack, down: Stack, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, gate_up_factors: Factors, down_factors: Factors, options: Options,
 ) -> Tensor:  # fmt: skip
-    experts = (gate_up, down, gate_up_bias, down_bias)
+    stacks = [w.pack() if isinstance(w, QuantizedExperts) else w for w in (gate_up, down)]
+    biases = (gate_up_bias, down_bias)
     # top_k_index is omitted: use_triton expects float tensors.
-    if not use_triton(x, weights, *experts):
-        return moe_mlp_reference(x, index, weights, *experts, options, gate_up_factors, down_factors)
-    (*first, gate_up_scale), (*second, down_scale) = pad_ranks(gate_up_factors), pad_ranks(down_factors)
+    tensors = (w if isinstance(w, Tensor) else w.table for w in stacks)
+    if not use_triton(x, weights, *tensors, *biases):
+        first, second = (w.dequantize(x.dtype) if isinstance(w, QuantizedExperts) else w for w in (gate_up, down))
+        return moe_mlp_reference(
+            x, index, weights, first, second, gate_up_bias, down_bias, options, gate_up_factors, down_factors
+        )
+    experts = [w if isinstance(w, Tensor) else w.codes for w in stacks]
+    frozen = [t for w in stacks for t in ((None, None) if isinstance(w, Tensor) else w[1:])]
+    (*gate_up_ab, gate_up_scale), (*down_ab, down_scale) = pad_ranks(gate_up_factors), pad_ranks(down_factors)
     # The gradient for down's bias does not need z.
-    wants = (x, weights, gate_up, gate_up_bias, down, *first, *second)
+    wants = (x, weights, *experts, gate_up_bias, *gate_up_ab, *down_ab)
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
-    return _moe_mlp(x, index, weights, *experts, *first, *second, keep, gate_up_scale, down_scale, *options)
+    given = (x, index, weights, *experts, *biases, *gate_up_ab, *down_ab)
+    return _moe_mlp(*given, keep, *frozen, gate_up_scale, down_scale, *options)
 
 
 def _check(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Stack, down: Stack, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, gated: bool,
 ) -> torch.dtype:  # fmt: skip
     """Raise a ValueError for invalid arguments, else return the products' dtype: x's, or autocast's."""
@@ -127,7 +147,7 @@ def _check(
             f"moe_mlp: top_k_weights must be floats of top_k_index's shape {tuple(index.shape)}, "
             f"got {tuple(weights.shape)} {weights.dtype}."
         )
-    if down.dim() != 3 or down.shape[1] != D:
+    if len(down.shape) != 3 or down.shape[1] != D:
         raise ValueError(f"moe_mlp: down must be (E, D, I) with D = {D}, the width of x, got {tuple(down.shape)}.")
     E, _, width = down.shape
     width *= 2 if gated else 1
@@ -153,7 +173,7 @@ def _check(
         if t.device != x.device:
             raise ValueError(f"moe_mlp: {must} on x's device {x.device}, got {t.device}.")
     for must, t in experts:
-        if t is not None and t.dtype != x.dtype and autocast is None:
+        if isinstance(t, Tensor) and t.dtype != x.dtype and autocast is None:
             raise ValueError(f"moe_mlp: {must} of x's dtype {x.dtype}, got {t.dtype}.")
     return autocast or x.dtype
 

@@ -24,6 +24,14 @@ from tigon.kernels import (
 )
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.products import _rows_kernel, _weight_bwd_kernel
+from tigon.ops.experts.quantized_products import (
+    MANY_ROWS,
+    Packed,
+    choose_experts,
+    expand,
+    multiply_rows,
+    split_experts,
+)
 from tigon.ops.experts.routing import Routing, empty_routing, route, rows_of_a_tile, tiles_at_most
 from tigon.ops.experts.rows import expert_sum, take, token_sum, weight_sum
 from tigon.ops.experts.units import unit, unit_bwd
@@ -91,8 +99,10 @@ def _precision(a: Tensor) -> str:
 Share = tuple[Tensor, Tensor]
 
 
-def _with_unit_stride(w: Tensor) -> Tensor:
-    """Return w if its rows or columns have unit stride, else a contiguous copy."""
+def _stack(w: Tensor, scales: Tensor | None, table: Tensor | None) -> Tensor | Packed:
+    """Return the weights for a product: w if its rows or columns have unit stride, else a copy; 4 bits as they are."""
+    if scales is not None and table is not None:
+        return Packed(w, scales, table)
     # A transposed weight needs no copy: the kernel takes both strides, and the descriptor puts the unit-stride
     # dimension last.
     return w if w.stride(2) == 1 or w.stride(1) == 1 else w.contiguous()
@@ -112,16 +122,20 @@ def _rank_block(rank: int, a: Tensor) -> int:
 
 
 def _rows_by_weight(
-    a: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, *, transposed: bool = False,
-    share: Share | None = None, scale: float | None = None,
+    a: Tensor, w: Tensor | Packed, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, *,
+    transposed: bool = False, share: Share | None = None, scale: float | None = None, tiles: int | None = None,
 ) -> None:  # fmt: skip
     """Write a (S, K) times each expert's w, (N, K) or with `transposed` (K, N), to y (S, N).
 
     share: s (S, r) and b, (E, N, r) or with `transposed` (E, r, N): s times each expert's b is added.
     scale: multiplies y, before the only rounding.
+    tiles: the tiles to visit, where w holds some of the experts.
     """
+    if isinstance(w, Packed):
+        _rows_by_packed(a, w, bias, routing, y, rows, transposed, share)
+        return
     (S, K), N, E = a.shape, y.shape[1], w.shape[0]
-    tiles = tiles_at_most(S, E, rows)
+    tiles = tiles_at_most(S, E, rows) if tiles is None else tiles
     if not tiles or not N:
         return
     s, b = (None, None) if share is None else share
@@ -149,8 +163,29 @@ def _rows_by_weight(
         block = (1, block_k, block_n) if by_columns else (1, block_n, block_k)
         # Descriptors hold addresses, so each call makes new descriptors; only the plan is cached.
         operands = describe(a, (rows, block_k)), describe(lies, block)
-    key = (S, E, N, K, rows, strides, of_rank, scale, a.dtype, bias is None, described, precision)
+    key = (S, E, N, K, tiles, rows, strides, of_rank, scale, a.dtype, bias is None, described, precision)
     launch(_rows_kernel, key, (y, *operands, bias, routing.tiles, routing.offsets, s, b), plan)
+
+
+def _rows_by_packed(
+    a: Tensor, w: Packed, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, transposed: bool,
+    share: Share | None,
+) -> None:  # fmt: skip
+    """`_rows_by_weight` for weights in 4 bits: dequantized in the product, or with many rows before it."""
+    S, E = a.shape[0], w.codes.shape[0]
+    if S < MANY_ROWS * E:
+        rank_block = 16 if share is None else _rank_block(share[0].shape[1], a)
+        multiply_rows(a, w, bias, routing, y, rows, _precision(a), share, rank_block, transposed=transposed)
+        return
+    N, K = (a.shape[1], y.shape[1]) if transposed else (y.shape[1], a.shape[1])
+    ranges = split_experts(E, N * K, a.element_size())
+    room = a.new_empty((ranges[0][1], N, K))
+    for first, last in ranges:
+        _rows_by_weight(
+            a, expand(w.choose_experts(first, last), room[: last - first]), None if bias is None else bias[first:last],
+            choose_experts(routing, first, last), y, rows, transposed=transposed, tiles=tiles_at_most(S, E, rows),
+            share=None if share is None else (share[0], share[1][first:last]),
+        )  # fmt: skip
 
 
 def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
@@ -180,6 +215,7 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
 # --------------------------------------------------------------------------------------------------------- launches
 
 _FACTORS = "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b"
+_FROZEN = "Tensor? gate_up_scales, Tensor? gate_up_table, Tensor? down_scales, Tensor? down_table"
 _OPTIONS = (
     "float gate_up_scale, float down_scale, str act, bool gated, bool interleaved, float alpha, float? limit, "
     "float up_offset"
@@ -194,13 +230,14 @@ def _moe_mlp_fwd_fake(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor
     return x.new_empty(x.shape), z, s, *empty_routing(index, gate_up.shape[0])
 
 
-@launcher(_moe_mlp_fwd_fake, rest=f"{_FACTORS}, bool keep, {_OPTIONS}", results=7)
+@launcher(_moe_mlp_fwd_fake, rest=f"{_FACTORS}, bool keep, {_FROZEN}, {_OPTIONS}", results=7)
 def _moe_mlp_fwd(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    gate_up_a, gate_up_b, down_a, down_b, keep, gate_up_scale, down_scale, *options = rest
-    (E, D, N), K = down.shape, index.shape[1]
+    gate_up_a, gate_up_b, down_a, down_b, keep, *frozen = rest[:9]
+    gate_up_scale, down_scale, options = rest[9], rest[10], Options(*rest[11:])
+    E, D, N, K = *_sizes(x, gate_up, options), index.shape[1]
     S = index.numel()
     # Depends on shapes alone: forward and backward agree without a device synchronization.
     rows = rows_of_a_tile(S, E, x.dtype)
@@ -209,13 +246,13 @@ def _moe_mlp_fwd(
     take(view_rows(x), routing, room, K)
     z = x.new_empty((S, gate_up.shape[1]))
     first = _share(room, gate_up_a, gate_up_b, routing, rows, gate_up_scale)
-    _rows_by_weight(room, _with_unit_stride(gate_up), _dense(gate_up_bias), routing, z, rows, share=first)
+    _rows_by_weight(room, _stack(gate_up, *frozen[:2]), _dense(gate_up_bias), routing, z, rows, share=first)
     h = x.new_empty((S, N))
-    unit(z, h, routing, Options(*options))
+    unit(z, h, routing, options)
     if not keep:
         z = x.new_empty((0,))
     second = _share(h, down_a, down_b, routing, rows, down_scale)
-    _rows_by_weight(h, _with_unit_stride(down), _dense(down_bias), routing, room, rows, share=second)
+    _rows_by_weight(h, _stack(down, *frozen[2:]), _dense(down_bias), routing, room, rows, share=second)
     y = x.new_empty(x.shape)
     token_sum(room, routing, weights.contiguous(), y, K)
     return y, z, first[0] if keep and first is not None else x.new_empty((0,)), *routing
@@ -231,6 +268,11 @@ def _share(
     s = x.new_empty((x.shape[0], a.shape[2 if transposed else 1]))
     _rows_by_weight(x, a, None, routing, s, rows, transposed=transposed, scale=scale)
     return s, b
+
+
+def _sizes(x: Tensor, gate_up: Tensor, options: Options) -> tuple[int, int, int]:
+    """E, D and I: gate_up is (E, 2I, D), or (E, I, D) without a gate, or its codes."""
+    return gate_up.shape[0], x.shape[1], gate_up.shape[1] // (2 if options.gated else 1)
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
@@ -265,7 +307,8 @@ def _moe_mlp_bwd_fake(
 @launcher(
     _moe_mlp_bwd_fake,
     rest="Tensor? gate_up_bias, Tensor? down_bias, "
-    f"{_FACTORS}, Tensor z, Tensor s, Tensor order, Tensor place, Tensor offsets, Tensor tiles, {_OPTIONS}",
+    f"{_FACTORS}, Tensor z, Tensor s, Tensor order, Tensor place, Tensor offsets, Tensor tiles, "
+    f"{_FROZEN}, {_OPTIONS}",
     results=10,
 )
 def _moe_mlp_bwd(
@@ -278,11 +321,11 @@ def _moe_mlp_bwd(
     """
     tensors = (x, weights, gate_up, down, *saved[:6])
     _, down_bias, gate_up_a, gate_up_b, down_a, down_b, z, s, *rest = saved
-    *sorted_choices, gate_up_scale, down_scale = rest[:6]
-    routing, options = Routing(*sorted_choices), rest[6:]
+    routing, frozen, options = Routing(*rest[:4]), rest[4:8], Options(*rest[10:])
+    gate_up_scale, down_scale = rest[8:10]
     gradient = _rooms(needs, *tensors)
     found = [x.new_empty(0) for _ in range(10)]
-    (E, D, N), K = down.shape, index.shape[1]
+    E, D, N, K = *_sizes(x, gate_up, options), index.shape[1]
     S = routing.order.shape[0]
     rows = rows_of_a_tile(S, E, x.dtype)
     index, weights, dy, x = index.contiguous(), weights.contiguous(), view_rows(dy), view_rows(x)
@@ -306,14 +349,14 @@ def _moe_mlp_bwd(
             share = _share(room, down_b, down_a, routing, rows, down_scale, transposed=True)
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
-            _rows_by_weight(room, _with_unit_stride(down), None, routing, dh, rows, transposed=True, share=share)
+            _rows_by_weight(room, _stack(down, *frozen[2:]), None, routing, dh, rows, transposed=True, share=share)
         h = None if not need_h else x.new_empty((S, N)) if dh is None else dh
         if need_dz:
             dz = z if reuse else _like(z)
         # Zeros for experts with width 0, where unit_bwd launches nothing. Otherwise every element read below is
         # written.
         dots = x.new_zeros((S,), dtype=torch.float32) if needs[1] else None
-        unit_bwd(z, dh, weights, routing, dz, h, dots, Options(*options))
+        unit_bwd(z, dh, weights, routing, dz, h, dots, options)
         if dots is not None:
             found[1] = gradient(1)
             weight_sum(dots, routing, index, dy, _dense(down_bias), found[1])
@@ -342,7 +385,7 @@ def _moe_mlp_bwd(
         fill(7, dz, s)
     if needs[0]:
         found[0] = gradient(0)
-        _rows_by_weight(dz, _with_unit_stride(gate_up), None, routing, room, rows, transposed=True, share=share)
+        _rows_by_weight(dz, _stack(gate_up, *frozen[:2]), None, routing, room, rows, transposed=True, share=share)
         token_sum(room, routing, None, found[0], K)
     if needs[4]:
         found[4] = gradient(4)
@@ -354,9 +397,9 @@ def _moe_mlp_bwd(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, gate_up_scale, down_scale, act, gated, interleaved, alpha, limit, up_offset = inputs
-    ctx.options = gate_up_scale, down_scale, act, gated, interleaved, alpha, limit, up_offset
-    ctx.save_for_backward(*tensors, *output[1:])
+    # Eleven tensors, keep, the four of 4-bit weights, and options.
+    ctx.options = inputs[16:]
+    ctx.save_for_backward(*inputs[:11], *output[1:], *inputs[12:16])
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
