@@ -6,13 +6,37 @@ Source: Dao & Gu 2024, https://arxiv.org/abs/2405.21060 (Mamba-2: the gate befor
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors
+from tigon.kernels import (
+    Plan,
+    cdiv,
+    check_tensors,
+    differentiable,
+    do_not_specialize,
+    jit,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    row_groups,
+    shared_memory,
+    tl,
+    use_triton,
+)
+from tigon.kernels.tiles.reduce import sum2
 from tigon.ops.acts import ACTS, Act, checked_act
 from tigon.ops.example import ROWS, WEIGHT, Example
-from tigon.ops.rms_norm import CASTS, Cast, _out_dtype, default_eps
+from tigon.ops.rms_norm import CASTS, Cast, _fwd_tile, _out_dtype, default_eps, rms_norm
+from tigon.ops.sum_rows import shares, spread, sum_rows
+
+# The widest group that fits the registers of a program, with gate and gradient. Wider groups are normed by `rms_norm`.
+MAX_TILE = 8192
 
 
 def gated_rms_norm(
@@ -59,9 +83,12 @@ def gated_rms_norm(
     _check(x, gate, weight, cast, act, group_size)
     if eps is None:
         eps = default_eps(x.dtype)
-    return gated_rms_norm_reference(
-        x, gate, weight, eps=eps, cast=cast, act=act, norm_before_gate=norm_before_gate, group_size=group_size
-    )
+    width = x.shape[-1] if group_size is None else group_size
+    if not use_triton(x, gate, weight):
+        return _compose(x, gate, weight, eps, cast, act, norm_before_gate, width, _normalise)
+    if width > MAX_TILE:
+        return _compose(x, gate, weight, eps, cast, act, norm_before_gate, width, rms_norm)
+    return _gated_rms_norm(x, gate, weight, eps, cast, act, norm_before_gate, width)
 
 
 def _check(x: Tensor, gate: Tensor, weight: Tensor | None, cast: str, act: str, group_size: int | None) -> None:
@@ -90,12 +117,24 @@ def gated_rms_norm_reference(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, *, eps: float | None = None, cast: str = "llama",
     act: str = "silu", norm_before_gate: bool = True, group_size: int | None = None,
 ) -> Tensor:  # fmt: skip
+    width = x.shape[-1] if group_size is None else group_size
     eps = default_eps(x.dtype) if eps is None else eps
+    return _compose(x, gate, weight, eps, cast, act, norm_before_gate, width, _normalise)
+
+
+def _normalise(x: Tensor, *, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _compose(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str, norm_before_gate: bool,
+    width: int, norm: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
+    """The steps one by one. norm: divides rows in fp32 or fp64 by their root mean square."""
     wide = torch.promote_types(x.dtype, torch.float32)
     a = ACTS[act].value(gate.to(wide))
     y = x.to(wide) if norm_before_gate else x.to(wide) * a
-    groups = y.unflatten(-1, (-1, group_size)) if group_size is not None and y.numel() else y
-    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).reshape(y.shape)
+    y = norm(y.unflatten(-1, (-1, width)), eps=eps).flatten(-2) if y.numel() else y
     if cast == "llama":
         y = y.to(x.dtype)
     if weight is not None:  # with "llama" PyTorch multiplies bf16 in fp32 and rounds once
@@ -103,6 +142,225 @@ def gated_rms_norm_reference(
     if norm_before_gate:
         return (y * a).to(x.dtype).contiguous()
     return y.to(_out_dtype(x.dtype, weight, cast)).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+# A program: BLOCK_M rows of one group, in registers.
+#   x, gate     (M, G · N); row i starts at (i // inner) · stride_o + (i % inner) · stride_i, with separate strides for
+#               x (xo, xi) and gate (go, gi)
+#   w, y        (G · N,) or None; (M, G · N) dense
+#   FIRST       the norm comes before the gate
+#   ROUND       Llama's order: x · rstd is rounded to x's dtype before the weight scales it; SCALED: so is the product
+#               with the weight, before the gate
+@jit
+@do_not_specialize("M")
+def _gated_rms_norm_fwd_kernel(
+    x_ptr, g_ptr, w_ptr, y_ptr, M, N, G, inner, stride_xo, stride_xi, inner_g, stride_go, stride_gi, eps,
+    ACT: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) % G * N
+    rows = tl.program_id(0) // G * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+    x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi + start
+    g_at = (rows // inner_g).to(tl.int64) * stride_go + (rows % inner_g).to(tl.int64) * stride_gi + start
+    x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + g_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    a, _ = ACT(g)
+    if not FIRST:
+        x = x * a
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None]
+    if ROUND:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if w_ptr is not None:
+        y = y * tl.load(w_ptr + start + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if FIRST:
+        y = y * a
+    y_at = rows.to(tl.int64)[:, None] * G * N + start + cols[None, :]
+    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# Persistent grid, num_programs / G programs per group: each takes every such tile of BLOCK_M rows of its group, and
+# keeps a partial dW in registers.
+#   dy          (M, G · N) with strides as in the forward pass; dx, dg dense, None if not needed
+#   dw          (programs / G, G · N) fp32 partial sums, added by sum_rows in a fixed order; a single program per group
+#               writes dW itself
+#   STAGES      tiles prefetched into shared memory
+# With u = x or x · a, v = dy · w · a or dy · w, by the order, and û = u · rstd: du = (v − û · mean(v · û)) · rstd.
+# Norm first: dx = du, dgate = dy · w · û · a'. Gate first: dx = du · a, dgate = du · x · a'.
+@jit
+@do_not_specialize("M")
+def _gated_rms_norm_bwd_kernel(
+    dy_ptr, x_ptr, g_ptr, w_ptr, dx_ptr, dg_ptr, dw_ptr, M, N, G, inner_dy, stride_dyo, stride_dyi, inner, stride_xo,
+    stride_xi, inner_g, stride_go, stride_gi, eps,
+    ACT: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) % G * N
+    part = tl.program_id(0) // G
+    cols = tl.arange(0, BLOCK_N)
+    col_mask = cols < N
+    if w_ptr is not None:
+        w = tl.load(w_ptr + start + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(part, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // G, num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & col_mask[None, :]
+        x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi + start
+        g_at = (rows // inner_g).to(tl.int64) * stride_go + (rows % inner_g).to(tl.int64) * stride_gi + start
+        dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi + start
+        # Columns beyond N need no mask below: x and dy are 0 there, and every term contains x or dy.
+        x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + g_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        a, slope = ACT(g)
+        u = x if FIRST else x * a
+        dh = dy * a if FIRST else dy
+        v = dh if w_ptr is None else dh * w
+        squares, products = sum2(u * u, v * u)
+        rstd = tl.rsqrt(squares / N + eps)[:, None]
+        xhat = u * rstd
+        rounded = xhat.to(x_ptr.dtype.element_ty).to(tl.float32) if ROUND else xhat
+        if dw_ptr is not None:
+            dw += dh * rounded
+        at = rows.to(tl.int64)[:, None] * G * N + start + cols[None, :]
+        du = (v - xhat * (products[:, None] * rstd / N)) * rstd
+        if dx_ptr is not None:
+            dx = du if FIRST else du * a
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dg_ptr is not None:
+            if FIRST:
+                h = rounded if w_ptr is None else rounded * w
+                if SCALED:
+                    h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
+                dg = dy * h * slope
+            else:
+                dg = du * x * slope
+            tl.store(dg_ptr + at, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        out = tl.sum(dw, 0).to(dw_ptr.dtype.element_ty)
+        tl.store(dw_ptr + part.to(tl.int64) * G * N + start + cols, out, mask=col_mask)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+@functools.cache
+def _bwd_tile(n: int, itemsize: int, shared: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages and programs per SM.
+
+    A thread has 16 numbers of x, gate, dy and the partial dW; as many of the next two tiles are loaded meanwhile, where
+    3 inputs · 3 stages fit shared memory, twice if possible.
+    """
+    block_n = next_power_of_2(n)
+    numbers = max(4096, block_n)
+    prefetched = 9 * numbers * itemsize + 4096
+    resident = 2 if numbers == 4096 else 1
+    if resident * prefetched > shared:
+        resident = 1
+    return max(1, 4096 // block_n), block_n, numbers // 512, 3 if prefetched <= shared else 1, resident
+
+
+def _order(x: Tensor, weight: Tensor | None, cast: str, norm_before_gate: bool) -> tuple[bool, bool, bool]:
+    """FIRST, ROUND and SCALED."""
+    llama = cast == "llama"
+    return norm_before_gate, llama, llama and norm_before_gate and weight is not None and weight.dtype == x.dtype
+
+
+def _gated_rms_norm_fwd_fake(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str, norm_before_gate: bool, width: int
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=x.dtype if norm_before_gate else _out_dtype(x.dtype, weight, cast))
+
+
+@launcher(_gated_rms_norm_fwd_fake)
+def _gated_rms_norm_fwd(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str, norm_before_gate: bool, width: int
+) -> Tensor:
+    y = _gated_rms_norm_fwd_fake(x, gate, weight, eps, cast, act, norm_before_gate, width)
+    if y.numel() == 0:
+        return y
+    G = y.shape[-1] // width
+    M = y.numel() // y.shape[-1]
+    order = _order(x, weight, cast, norm_before_gate)
+    (x, *strides), (gate, *strides_g) = row_groups(x), row_groups(gate)
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+
+    def plan() -> Plan:
+        block_m, block_n, warps = _fwd_tile(width)
+        arguments = (M, width, G, *strides, *strides_g, eps, ACTS[act].tile, *order, block_m, block_n)
+        return cdiv(M, block_m) * G, arguments, {"num_warps": warps}
+
+    dtypes = x.dtype, gate.dtype, None if weight is None else weight.dtype, y.dtype
+    key = (M, width, G, eps, act, order, dtypes, *strides, *strides_g)
+    launch(_gated_rms_norm_fwd_kernel, key, (x, gate, weight, y), plan)
+    return y
+
+
+def _gated_rms_norm_bwd_fake(
+    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dgate = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((x, gate), wants, strict=False))
+    dw = x.new_empty(0) if weight is None or not wants[2] else weight.new_empty(weight.shape)
+    return dx, dgate, dw
+
+
+@launcher(_gated_rms_norm_bwd_fake)
+def _gated_rms_norm_bwd(
+    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str,
+    norm_before_gate: bool, width: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """wants: for dx, dgate and dweight; unwanted gradients are empty."""
+    dx, dgate, dw = _gated_rms_norm_bwd_fake(dy, wants, x, gate, weight)
+    if x.numel() == 0:
+        return dx, dgate, dw.zero_()
+    G = x.shape[-1] // width
+    M = x.numel() // x.shape[-1]
+    order = _order(x, weight, cast, norm_before_gate)
+    (dy, *strides_dy), (x, *strides), (gate, *strides_g) = row_groups(dy), row_groups(x), row_groups(gate)
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+    block_m, block_n, warps, stages, resident = _bwd_tile(width, x.element_size(), shared_memory(x.device))
+    block_m, warps, stages = spread(M * G, block_m, block_n, x.device) or (block_m, warps, stages)
+    tiles = cdiv(M, block_m)
+    parts = min(tiles, max(1, resident * multiprocessors(x.device) // G))
+    partial = shares(parts, dw)[0] if wants[2] else None
+
+    def plan() -> Plan:
+        arguments = (M, width, G, *strides_dy, *strides, *strides_g, eps, ACTS[act].tile, *order, block_m, block_n)
+        return parts * G, (*arguments, 1 if tiles == 1 else stages), {"num_warps": warps}
+
+    dtypes = dy.dtype, x.dtype, gate.dtype, None if weight is None else weight.dtype
+    key = (M, width, G, eps, act, order, dtypes, *wants, *strides_dy, *strides, *strides_g)
+    results = (dx if wants[0] else None, dgate if wants[1] else None, partial)
+    launch(_gated_rms_norm_bwd_kernel, key, (dy, x, gate, weight, *results), plan)
+    if partial is not None:
+        sum_rows(partial, dw)
+    return dx, dgate, dw
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, gate, weight, *ctx.options = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    wants = list(ctx.needs_input_grad[:3])
+    grads = _gated_rms_norm_bwd(dy, wants, *ctx.saved_tensors, *ctx.options)
+    return tuple([g if wanted else None for g, wanted in zip(grads, wants, strict=True)])
+
+
+_gated_rms_norm = differentiable(_gated_rms_norm_fwd, _setup_context, _backward)
 
 
 EXAMPLES = {
