@@ -148,17 +148,19 @@ ADD_RMS_NORM = Op(
 )
 
 
-def _make_gated_rms_norm(shape, dtype, generator, gate_dtype=None, **inputs):
+def _make_gated_rms_norm(shape, dtype, generator, gate=True, gate_dtype=None, **inputs):
     x, w = _make_rms_norm(shape, dtype, generator, **inputs)
-    return x, randn(tuple(x.shape), gate_dtype or dtype, generator), w
+    return x, randn(tuple(x.shape), gate_dtype or dtype, generator) if gate else None, w
 
 
 def eager_gated_rms_norm(
-    x, gate, weight=None, *, eps=None, cast="llama", act="silu", norm_before_gate=True, group_size=None
+    x, gate, weight=None, *, eps=None, offset=0.0, cast="llama", act="silu", norm_before_gate=True, group_size=None
 ):
-    """Qwen3NextRMSNormGated, KimiLinearRMSNormGated and MambaRMSNormGated, as in transformers."""
+    """Qwen3NextRMSNormGated, KimiLinearRMSNormGated, MambaRMSNormGated and, without a gate, Qwen4ExpTextRMSNorm, as in
+    transformers."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    a = getattr(torch.nn.functional, act)(gate.to(wide))
+    norm_before_gate = norm_before_gate or gate is None
+    a = 1.0 if gate is None else getattr(torch.nn.functional, act)(gate.to(wide))
     h = x.to(wide) if norm_before_gate else x.to(wide) * a
     h = h if group_size is None else h.unflatten(-1, (-1, group_size))
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + (torch.finfo(wide).eps if eps is None else eps))
@@ -167,10 +169,12 @@ def eager_gated_rms_norm(
         h = h.to(x.dtype)
         h = h if weight is None else weight * h
     elif weight is not None:
-        h = weight.to(wide) * h
-    if norm_before_gate:
+        h = (weight.to(wide) + offset) * h
+    if norm_before_gate and gate is not None:
         return (h * a).to(x.dtype)
-    return h if cast == "llama" else h.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
+    if cast == "llama":
+        return h
+    return h.to(x.dtype if weight is None or cast == "gemma" else torch.promote_types(x.dtype, weight.dtype))
 
 
 def _bad_gate(*arguments, **options):
@@ -194,6 +198,7 @@ GATED_RMS_NORM = Op(
         Case("gate first and fp32 weight", (7, 48), _MAMBA, {"weight_dtype": torch.float32}, draws=4),
         Case("norm first in groups", (9, 48), {"group_size": 24, "cast": "none"}, {"gate_dtype": torch.float32}),
         Case("more tiles than programs", (150, 256)),
+        Case("groups without a gate", (5, 72), {**_GEMMA, "group_size": 24}, {"gate": False, "around": 0.0}, draws=2),
         Case("beyond one tile", (2, 8200), {"norm_before_gate": False}),
         Case("no weight", (7, 40), {}, {"weight": False}, draws=2),
         Case("heads of a packed projection", (2, 5, 3, 24), {}, {"view": "heads"}),

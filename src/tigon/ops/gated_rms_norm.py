@@ -41,10 +41,11 @@ MAX_TILE = 8192
 
 def gated_rms_norm(
     x: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     weight: Tensor | None = None,
     *,
     eps: float | None = None,
+    offset: float = 0.0,
     cast: Cast = "llama",
     act: Act = "silu",
     norm_before_gate: bool = True,
@@ -54,9 +55,9 @@ def gated_rms_norm(
 
     Args:
         x: (..., N), any float dtype and strides. Statistics are fp32 (fp64 for fp64).
-        gate: (..., N), x's shape, any float dtype.
+        gate: (..., N), x's shape, any float dtype; or None for the norm alone.
         weight: (N,), or None for no scale.
-        eps: added to the mean square; as for `rms_norm`.
+        eps, offset: as for `rms_norm`.
         cast: where the result is rounded, as the model families write it:
             "llama"  the normed row is rounded to x's dtype, then scaled; as in Mamba-2, Bamba and Nemotron-H, and as in
                      Qwen3-Next, which rounds the scaled row to the dtype of x · weight before the gate multiplies it.
@@ -65,7 +66,7 @@ def gated_rms_norm(
         act: the gate's activation, a name in `tigon.ops.acts`: "silu", "sigmoid", …
         norm_before_gate: norm(x) · act(gate); if False, norm(x · act(gate)). Mamba's argument of that name.
         group_size: the norm is taken over each group_size numbers of a row; over the whole row by default.
-    Returns: (..., N), contiguous, in x's dtype; without norm_before_gate in `rms_norm`'s dtype for this cast.
+    Returns: (..., N), contiguous, in x's dtype; in `rms_norm`'s dtype for this cast if no gate follows the norm.
     Raises: ValueError for shapes that differ, a group_size that does not divide N, an unknown cast or act.
 
     Replaces (cast="llama")::
@@ -84,18 +85,19 @@ def gated_rms_norm(
     if eps is None:
         eps = default_eps(x.dtype)
     width = x.shape[-1] if group_size is None else group_size
+    options = eps, offset, cast, act, norm_before_gate and gate is not None, width
     if not use_triton(x, gate, weight):
-        return _compose(x, gate, weight, eps, cast, act, norm_before_gate, width, _normalise)
+        return _compose(_normalise, x, gate, weight, *options)
     if width > MAX_TILE:
-        return _compose(x, gate, weight, eps, cast, act, norm_before_gate, width, rms_norm)
-    return _gated_rms_norm(x, gate, weight, eps, cast, act, norm_before_gate, width)
+        return _compose(rms_norm, x, gate, weight, *options)
+    return _gated_rms_norm(x, gate, weight, *options)
 
 
-def _check(x: Tensor, gate: Tensor, weight: Tensor | None, cast: str, act: str, group_size: int | None) -> None:
+def _check(x: Tensor, gate: Tensor | None, weight: Tensor | None, cast: str, act: str, group_size: int | None) -> None:
     check_tensors("gated_rms_norm", x=x, gate=gate, weight=weight)
     if x.dim() == 0 or not x.dtype.is_floating_point:
         raise ValueError(f"gated_rms_norm: x must be (..., N) floats, got {tuple(x.shape)} {x.dtype}.")
-    if gate.shape != x.shape or not gate.dtype.is_floating_point or gate.device != x.device:
+    if gate is not None and (gate.shape != x.shape or not gate.dtype.is_floating_point or gate.device != x.device):
         raise ValueError(
             f"gated_rms_norm: gate must be floats of x's shape {tuple(x.shape)} on {x.device}, got "
             f"{tuple(gate.shape)} {gate.dtype} on {gate.device}."
@@ -114,12 +116,13 @@ def _check(x: Tensor, gate: Tensor, weight: Tensor | None, cast: str, act: str, 
 
 
 def gated_rms_norm_reference(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, *, eps: float | None = None, cast: str = "llama",
-    act: str = "silu", norm_before_gate: bool = True, group_size: int | None = None,
+    x: Tensor, gate: Tensor | None, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0.0,
+    cast: str = "llama", act: str = "silu", norm_before_gate: bool = True, group_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     width = x.shape[-1] if group_size is None else group_size
     eps = default_eps(x.dtype) if eps is None else eps
-    return _compose(x, gate, weight, eps, cast, act, norm_before_gate, width, _normalise)
+    gate_follows = norm_before_gate and gate is not None
+    return _compose(_normalise, x, gate, weight, eps, offset, cast, act, gate_follows, width)
 
 
 def _normalise(x: Tensor, *, eps: float) -> Tensor:
@@ -127,19 +130,23 @@ def _normalise(x: Tensor, *, eps: float) -> Tensor:
 
 
 def _compose(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str, norm_before_gate: bool,
-    width: int, norm: Callable[..., Tensor],
+    norm: Callable[..., Tensor], x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+    cast: str, act: str, gate_follows: bool, width: int,
 ) -> Tensor:  # fmt: skip
     """The steps one by one. norm: divides rows in fp32 or fp64 by their root mean square."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    a = ACTS[act].value(gate.to(wide))
-    y = x.to(wide) if norm_before_gate else x.to(wide) * a
+    a = None if gate is None else ACTS[act].value(gate.to(wide))
+    y = x.to(wide) if a is None or gate_follows else x.to(wide) * a
     y = norm(y.unflatten(-1, (-1, width)), eps=eps).flatten(-2) if y.numel() else y
     if cast == "llama":
         y = y.to(x.dtype)
-    if weight is not None:  # with "llama" PyTorch multiplies bf16 in fp32 and rounds once
-        y = y * (weight if cast == "llama" else weight.to(torch.promote_types(weight.dtype, torch.float32)))
-    if norm_before_gate:
+    if weight is not None:
+        # With "llama" PyTorch multiplies bf16 in fp32 and rounds once. An offset is added in at least fp32.
+        scale = weight
+        if cast != "llama" or offset:
+            scale = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+        y = y * scale
+    if a is not None and gate_follows:
         return (y * a).to(x.dtype).contiguous()
     return y.to(_out_dtype(x.dtype, weight, cast)).contiguous()
 
@@ -151,14 +158,14 @@ def _compose(
 #   x, gate     (M, G · N); row i starts at (i // inner) · stride_o + (i % inner) · stride_i, with separate strides for
 #               x (xo, xi) and gate (go, gi)
 #   w, y        (G · N,) or None; (M, G · N) dense
-#   FIRST       the norm comes before the gate
+#   FOLLOWS     the gate follows the norm; without a gate (None) it does not
 #   ROUND       Llama's order: x · rstd is rounded to x's dtype before the weight scales it; SCALED: so is the product
 #               with the weight, before the gate
 @jit
 @do_not_specialize("M")
 def _gated_rms_norm_fwd_kernel(
-    x_ptr, g_ptr, w_ptr, y_ptr, M, N, G, inner, stride_xo, stride_xi, inner_g, stride_go, stride_gi, eps,
-    ACT: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr,
+    x_ptr, g_ptr, w_ptr, y_ptr, M, N, G, inner, stride_xo, stride_xi, inner_g, stride_go, stride_gi, eps, offset,
+    ACT: tl.constexpr, FOLLOWS: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % G * N
@@ -167,20 +174,20 @@ def _gated_rms_norm_fwd_kernel(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi + start
-    g_at = (rows // inner_g).to(tl.int64) * stride_go + (rows % inner_g).to(tl.int64) * stride_gi + start
     x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + g_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    a, _ = ACT(g)
-    if not FIRST:
-        x = x * a
+    if g_ptr is not None:
+        g_at = (rows // inner_g).to(tl.int64) * stride_go + (rows % inner_g).to(tl.int64) * stride_gi + start
+        a, _ = ACT(tl.load(g_ptr + g_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32))
+        if not FOLLOWS:
+            x = x * a
     y = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None]
     if ROUND:
         y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
-        y = y * tl.load(w_ptr + start + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        y = y * (tl.load(w_ptr + start + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
     if SCALED:
         y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
-    if FIRST:
+    if FOLLOWS:
         y = y * a
     y_at = rows.to(tl.int64)[:, None] * G * N + start + cols[None, :]
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -191,6 +198,7 @@ def _gated_rms_norm_fwd_kernel(
 #   dy          (M, G · N) with strides as in the forward pass; dx, dg dense, None if not needed
 #   dw          (programs / G, G · N) fp32 partial sums, added by sum_rows in a fixed order; a single program per group
 #               writes dW itself
+#   RELOAD      the widest rows leave no registers for the weight: it is loaded for every row
 #   STAGES      tiles prefetched into shared memory
 # With u = x or x · a, v = dy · w · a or dy · w, by the order, and û = u · rstd: du = (v − û · mean(v · û)) · rstd.
 # Norm first: dx = du, dgate = dy · w · û · a'. Gate first: dx = du · a, dgate = du · x · a'.
@@ -198,30 +206,36 @@ def _gated_rms_norm_fwd_kernel(
 @do_not_specialize("M")
 def _gated_rms_norm_bwd_kernel(
     dy_ptr, x_ptr, g_ptr, w_ptr, dx_ptr, dg_ptr, dw_ptr, M, N, G, inner_dy, stride_dyo, stride_dyi, inner, stride_xo,
-    stride_xi, inner_g, stride_go, stride_gi, eps,
-    ACT: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr,
+    stride_xi, inner_g, stride_go, stride_gi, eps, offset,
+    ACT: tl.constexpr, FOLLOWS: tl.constexpr, ROUND: tl.constexpr, SCALED: tl.constexpr, RELOAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % G * N
     part = tl.program_id(0) // G
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
-    if w_ptr is not None:
-        w = tl.load(w_ptr + start + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    if w_ptr is not None and not RELOAD:
+        w = (tl.load(w_ptr + start + cols, mask=col_mask, other=0.0).to(tl.float32) + offset)[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(part, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // G, num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & col_mask[None, :]
         x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi + start
-        g_at = (rows // inner_g).to(tl.int64) * stride_go + (rows % inner_g).to(tl.int64) * stride_gi + start
         dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi + start
         # Columns beyond N need no mask below: x and dy are 0 there, and every term contains x or dy.
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(g_ptr + g_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, slope = ACT(g)
-        u = x if FIRST else x * a
-        dh = dy * a if FIRST else dy
+        if w_ptr is not None and RELOAD:
+            w = (tl.load(w_ptr + start + cols, mask=col_mask, other=0.0).to(tl.float32) + offset)[None, :]
+        u, dh = x, dy
+        if g_ptr is not None:
+            g_at = (rows // inner_g).to(tl.int64) * stride_go + (rows % inner_g).to(tl.int64) * stride_gi + start
+            g = tl.load(g_ptr + g_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            a, slope = ACT(g)
+            if FOLLOWS:
+                dh = dy * a
+            else:
+                u = x * a
         v = dh if w_ptr is None else dh * w
         squares, products = sum2(u * u, v * u)
         rstd = tl.rsqrt(squares / N + eps)[:, None]
@@ -232,10 +246,10 @@ def _gated_rms_norm_bwd_kernel(
         at = rows.to(tl.int64)[:, None] * G * N + start + cols[None, :]
         du = (v - xhat * (products[:, None] * rstd / N)) * rstd
         if dx_ptr is not None:
-            dx = du if FIRST else du * a
+            dx = du if FOLLOWS or g_ptr is None else du * a
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dg_ptr is not None:
-            if FIRST:
+            if FOLLOWS:
                 h = rounded if w_ptr is None else rounded * w
                 if SCALED:
                     h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -255,67 +269,73 @@ def _gated_rms_norm_bwd_kernel(
 def _bwd_tile(n: int, itemsize: int, shared: int) -> tuple[int, int, int, int, int]:
     """Rows, columns, warps, stages and programs per SM.
 
-    A thread has 16 numbers of x, gate, dy and the partial dW; as many of the next two tiles are loaded meanwhile, where
-    3 inputs · 3 stages fit shared memory, twice if possible.
+    A thread has 16 numbers each of x, gate, dy and the partial dW; as many of the next two tiles are loaded meanwhile,
+    where 3 inputs · 3 stages fit shared memory.
     """
     block_n = next_power_of_2(n)
-    numbers = max(4096, block_n)
-    prefetched = 9 * numbers * itemsize + 4096
-    resident = 2 if numbers == 4096 else 1
-    if resident * prefetched > shared:
-        resident = 1
-    return max(1, 4096 // block_n), block_n, numbers // 512, 3 if prefetched <= shared else 1, resident
+    numbers = max(2048, block_n)
+    warps = numbers // 512
+    resident = max(1, 8 // warps)
+    stages = 3 if resident * (9 * numbers * itemsize + 4096) <= shared else 1
+    return numbers // block_n, block_n, warps, stages, resident
 
 
-def _order(x: Tensor, weight: Tensor | None, cast: str, norm_before_gate: bool) -> tuple[bool, bool, bool]:
-    """FIRST, ROUND and SCALED."""
-    llama = cast == "llama"
-    return norm_before_gate, llama, llama and norm_before_gate and weight is not None and weight.dtype == x.dtype
+def _order(x: Tensor, weight: Tensor | None, offset: float, cast: str, gate_follows: bool) -> tuple[bool, bool, bool]:
+    """FOLLOWS, ROUND and SCALED."""
+    rounds = cast == "llama"
+    scaled = rounds and gate_follows and weight is not None and weight.dtype == x.dtype and not offset
+    return gate_follows, rounds, scaled
+
+
+def _gate_rows(gate: Tensor | None) -> tuple[Any, int, int, int]:
+    return (None, 1, 0, 0) if gate is None else row_groups(gate)
 
 
 def _gated_rms_norm_fwd_fake(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str, norm_before_gate: bool, width: int
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=x.dtype if norm_before_gate else _out_dtype(x.dtype, weight, cast))
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float, cast: str, act: str,
+    gate_follows: bool, width: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape, dtype=x.dtype if gate_follows else _out_dtype(x.dtype, weight, cast))
 
 
 @launcher(_gated_rms_norm_fwd_fake)
 def _gated_rms_norm_fwd(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str, norm_before_gate: bool, width: int
-) -> Tensor:
-    y = _gated_rms_norm_fwd_fake(x, gate, weight, eps, cast, act, norm_before_gate, width)
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float, cast: str, act: str,
+    gate_follows: bool, width: int,
+) -> Tensor:  # fmt: skip
+    y = _gated_rms_norm_fwd_fake(x, gate, weight, eps, offset, cast, act, gate_follows, width)
     if y.numel() == 0:
         return y
     G = y.shape[-1] // width
     M = y.numel() // y.shape[-1]
-    order = _order(x, weight, cast, norm_before_gate)
-    (x, *strides), (gate, *strides_g) = row_groups(x), row_groups(gate)
+    order = _order(x, weight, offset, cast, gate_follows)
+    (x, *strides), (gate, *strides_g) = row_groups(x), _gate_rows(gate)
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
 
     def plan() -> Plan:
         block_m, block_n, warps = _fwd_tile(width)
-        arguments = (M, width, G, *strides, *strides_g, eps, ACTS[act].tile, *order, block_m, block_n)
+        arguments = (M, width, G, *strides, *strides_g, eps, offset, ACTS[act].tile, *order, block_m, block_n)
         return cdiv(M, block_m) * G, arguments, {"num_warps": warps}
 
-    dtypes = x.dtype, gate.dtype, None if weight is None else weight.dtype, y.dtype
-    key = (M, width, G, eps, act, order, dtypes, *strides, *strides_g)
+    dtypes = x.dtype, None if gate is None else gate.dtype, None if weight is None else weight.dtype, y.dtype
+    key = (M, width, G, eps, offset, act, order, dtypes, *strides, *strides_g)
     launch(_gated_rms_norm_fwd_kernel, key, (x, gate, weight, y), plan)
     return y
 
 
 def _gated_rms_norm_bwd_fake(
-    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor, weight: Tensor | None, *_: Any
+    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor | None, weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dgate = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((x, gate), wants, strict=False))
-    dw = x.new_empty(0) if weight is None or not wants[2] else weight.new_empty(weight.shape)
+    given = x, x if gate is None else gate, x if weight is None else weight
+    dx, dgate, dw = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(given, wants, strict=True))
     return dx, dgate, dw
 
 
 @launcher(_gated_rms_norm_bwd_fake)
 def _gated_rms_norm_bwd(
-    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, cast: str, act: str,
-    norm_before_gate: bool, width: int,
+    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+    cast: str, act: str, gate_follows: bool, width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """wants: for dx, dgate and dweight; unwanted gradients are empty."""
     dx, dgate, dw = _gated_rms_norm_bwd_fake(dy, wants, x, gate, weight)
@@ -323,8 +343,8 @@ def _gated_rms_norm_bwd(
         return dx, dgate, dw.zero_()
     G = x.shape[-1] // width
     M = x.numel() // x.shape[-1]
-    order = _order(x, weight, cast, norm_before_gate)
-    (dy, *strides_dy), (x, *strides), (gate, *strides_g) = row_groups(dy), row_groups(x), row_groups(gate)
+    order = _order(x, weight, offset, cast, gate_follows)
+    (dy, *strides_dy), (x, *strides), (gate, *strides_g) = row_groups(dy), row_groups(x), _gate_rows(gate)
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     block_m, block_n, warps, stages, resident = _bwd_tile(width, x.element_size(), shared_memory(x.device))
@@ -334,11 +354,12 @@ def _gated_rms_norm_bwd(
     partial = shares(parts, dw)[0] if wants[2] else None
 
     def plan() -> Plan:
-        arguments = (M, width, G, *strides_dy, *strides, *strides_g, eps, ACTS[act].tile, *order, block_m, block_n)
-        return parts * G, (*arguments, 1 if tiles == 1 else stages), {"num_warps": warps}
+        sizes = (M, width, G, *strides_dy, *strides, *strides_g)
+        tile = (block_n > 4096, block_m, block_n, 1 if tiles == 1 else stages)
+        return parts * G, (*sizes, eps, offset, ACTS[act].tile, *order, *tile), {"num_warps": warps}
 
-    dtypes = dy.dtype, x.dtype, gate.dtype, None if weight is None else weight.dtype
-    key = (M, width, G, eps, act, order, dtypes, *wants, *strides_dy, *strides, *strides_g)
+    dtypes = dy.dtype, x.dtype, None if gate is None else gate.dtype, None if weight is None else weight.dtype
+    key = (M, width, G, eps, offset, act, order, dtypes, *wants, *strides_dy, *strides, *strides_g)
     results = (dx if wants[0] else None, dgate if wants[1] else None, partial)
     launch(_gated_rms_norm_bwd_kernel, key, (dy, x, gate, weight, *results), plan)
     if partial is not None:
