@@ -100,6 +100,9 @@ CAUSAL_CONV1D = Op(
         Case("eight taps", (2048, 4, 4096, 8), _SILU),
     ),
     large=(Case("tokens", (1000, 1, 4096, 4), _SILU),),
+    # The backward reads 8 bytes per thread, whose registers hold the sums of all taps.
+    wide_loads=False,
+    spills=32,  # with states and documents, in the backward
     dtensor="refused",
     replaces=(
         Replaced("causal_conv1d(x, weight, bias)", "y", _ROW),

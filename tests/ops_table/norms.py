@@ -8,6 +8,7 @@ import tigon
 from ops_table.row import ROW, Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.add_rms_norm import add_rms_norm_reference
 from tigon.ops.gated_rms_norm import gated_rms_norm_reference
+from tigon.ops.l2_norm import l2_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
 
 
@@ -216,6 +217,7 @@ GATED_RMS_NORM = Op(
         Bad(message=r"group_size must divide 8, .*, got 3", **_bad_gate(_X, _X, group_size=3)),
     ),
     launches=("gated_rms_norm_fwd", "gated_rms_norm_bwd"),
+    spills=96,  # for the widest group, in the backward
     models=(
         Case("Qwen3-Next heads", (8192 * 32, 128)),
         Case("Nemotron-H groups", (8192, 8192), {"norm_before_gate": False, "group_size": 1024}),
@@ -231,4 +233,29 @@ GATED_RMS_NORM = Op(
         Replaced("gated_rms_norm(x, gate, weight, eps=eps)", "y", _GATED),
         Replaced("gated_rms_norm(x, gate, weight, eps=eps, norm_before_gate=False, group_size=n)", "y", _GATED, (1,)),
     ),
+)
+
+
+def _eager_l2_norm(x, *, eps=1e-6):
+    """l2norm, as in transformers' gated delta nets."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+L2_NORM = Op(
+    name="l2_norm",
+    public=tigon.l2_norm,
+    reference=l2_norm_reference,
+    eager=_eager_l2_norm,
+    make=lambda *arguments, **inputs: _make_rms_norm(*arguments, weight=False, **inputs)[:1],
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), {"eps": 0.5}, draws=64),
+        Case("beyond one tile", (2, 16390)),
+        Case("heads of a packed projection", (2, 5, 3, 24), {}, {"view": "heads"}),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(Bad(lambda: (torch.ones(2).int(),), r"l2_norm: x must be \(\.\.\., N\) floats, got \(2,\) torch.int32"),),
+    launches=("rms_norm_fwd", "rms_norm_bwd"),
+    models=(Case("Qwen3-Next heads", (8, 1024, 16, 128)),),
+    replaces=(Replaced("l2_norm(x, eps=eps)", "y", ROW),),
 )

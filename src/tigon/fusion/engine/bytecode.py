@@ -15,6 +15,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -287,7 +288,12 @@ class _Body:
         return "is_autocast_enabled" in names and not any(self._loaded_names(n) for n in range(start, end))
 
     def _asks_rank(self, start: int, end: int) -> bool:
-        names = {i.argval for i in self.instructions[start:end] if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        condition = self.instructions[start:end]
+        names = {i.argval for i in condition if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        if names == {"shape"}:  # len(x.shape)
+            called = [j.opname for i, j in pairwise(condition) if i.argval == "shape"]
+            known = {i.argval for i in condition if i.opname == "LOAD_GLOBAL"}
+            return known == {"len"} and all(name in ("PRECALL", "CALL") for name in called)
         return bool(names) and names <= {"dim", "ndim"}
 
     def _names_in_loops(self) -> set[str]:

@@ -173,9 +173,7 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         gated, look = False, look_at(module, widths[0])
         width = widths[0]
     if look is None:
-        buffers = next(module.buffers(), None) is not None
-        text = "it has additional modules or buffers" if buffers else "it does not norm each row by itself"
-        return Reason(text) if named else None
+        return _explain_no_norm(module, widths[0], gated) if named else None
     if _reads_buffers(module):
         return Reason("it has additional buffers", "make its weight a parameter, and its eps a number")
     if len(shapes) > 2:
@@ -183,6 +181,18 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
     if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in parameters.values()):
         return Reason("its weight is not a vector", "use a 1-d weight with the size of a row")
     return _select_formula(module, look, list(parameters), width, gated)
+
+
+def _explain_no_norm(module: nn.Module, width: int, gated: bool) -> Reason:
+    if next(module.buffers(), None) is not None:
+        return Reason("it has additional modules or buffers")
+    x = torch.randn(1, 2, width, generator=torch.Generator().manual_seed(0))
+    y = run(build_probe(module, {}), x, x) if gated else run(build_probe(module, {}), x)
+    if isinstance(y, tuple):
+        return Reason("it norms several inputs at once")
+    if isinstance(y, Tensor) and y.shape == (1, 2, 1):
+        return Reason("it gives 1 / rms(x) alone, which other code multiplies its rows by")
+    return Reason("it does not norm each row by itself")
 
 
 def _reads_buffers(module: nn.Module) -> bool:
