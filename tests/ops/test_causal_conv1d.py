@@ -36,7 +36,7 @@ def test_a_sequence_in_two_calls(cut, backend, device):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_document_has_the_same_bits_wherever_it_is(backend, device):
+def test_a_document_has_the_same_bits_wherever_it_is(device, triton_backend):
     x, weight = draw(1, 30, C).detach().to(device), draw(C, W).detach().to(device)
     offsets = torch.tensor([0, 3, 3, 4, 23, 30], device=device)
     y, states = tigon.causal_conv1d(x, weight, activation="silu", offsets=offsets, return_state=True)

@@ -291,19 +291,18 @@ def _gate_rows(gate: Tensor | None) -> tuple[Any, int, int, int]:
     return (None, 1, 0, 0) if gate is None else row_groups(gate)
 
 
-def _gated_rms_norm_fwd_fake(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float, cast: str, act: str,
-    gate_follows: bool, width: int,
-) -> Tensor:  # fmt: skip
+_OPTIONS = "float eps, float offset, str cast, str act, bool gate_follows, SymInt width"
+
+
+def _gated_rms_norm_fwd_fake(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    cast, _, gate_follows, _ = options[2:]
     return x.new_empty(x.shape, dtype=x.dtype if gate_follows else _out_dtype(x.dtype, weight, cast))
 
 
-@launcher(_gated_rms_norm_fwd_fake)
-def _gated_rms_norm_fwd(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float, cast: str, act: str,
-    gate_follows: bool, width: int,
-) -> Tensor:  # fmt: skip
-    y = _gated_rms_norm_fwd_fake(x, gate, weight, eps, offset, cast, act, gate_follows, width)
+@launcher(_gated_rms_norm_fwd_fake, rest=_OPTIONS)
+def _gated_rms_norm_fwd(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    eps, offset, cast, act, gate_follows, width = options
+    y = _gated_rms_norm_fwd_fake(x, gate, weight, *options)
     if y.numel() == 0:
         return y
     G = y.shape[-1] // width
@@ -332,12 +331,12 @@ def _gated_rms_norm_bwd_fake(
     return dx, dgate, dw
 
 
-@launcher(_gated_rms_norm_bwd_fake)
+@launcher(_gated_rms_norm_bwd_fake, rest=_OPTIONS)
 def _gated_rms_norm_bwd(
-    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, offset: float,
-    cast: str, act: str, gate_follows: bool, width: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, wants: list[bool], x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """wants: for dx, dgate and dweight; unwanted gradients are empty."""
+    eps, offset, cast, act, gate_follows, width = options
     dx, dgate, dw = _gated_rms_norm_bwd_fake(dy, wants, x, gate, weight)
     if x.numel() == 0:
         return dx, dgate, dw.zero_()

@@ -34,17 +34,19 @@ def _choose_channels(C: int, W: int, itemsize: int, most: int = 8) -> tuple[int,
     return block, max(1, block // (32 * each))
 
 
-def _choose_rows(B: int, T: int, blocks: int, device: torch.device) -> int:
-    """Tokens per program of the forward pass: each program reads W - 1 more."""
-    return 16 if B * cdiv(T, 16) * blocks >= multiprocessors(device) else 4
+def _fwd_tile(B: int, T: int, C: int, W: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
+    """Channels per program, warps, and tokens per program, which reads W - 1 more."""
+    block, warps = _choose_channels(C, W, itemsize)
+    return block, warps, 16 if B * cdiv(T, 16) * cdiv(C, block) >= multiprocessors(device) else 4
 
 
-def _cut_tokens(B: int, T: int, blocks: int, W: int, rows: int, device: torch.device) -> tuple[int, int]:
-    """Tokens per program of the backward pass, and programs per sequence: about four programs per SM, whose last step
-    is full with the W - 1 tokens that follow its own."""
-    spans = max(1, 4 * multiprocessors(device) // (blocks * B))
-    each = cdiv(cdiv(T, spans) + W - 1, rows) * rows - (W - 1)
-    return each, cdiv(T, each)
+def _bwd_tile(B: int, T: int, C: int, W: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Channels per program, warps, tokens per step and tokens per program: about four programs per SM, whose last step
+    is full with the W - 1 tokens that follow a program's own."""
+    block, warps = _choose_channels(C, W, itemsize, 4)
+    rows = 8 if W <= 4 else 4
+    spans = max(1, 4 * multiprocessors(device) // (cdiv(C, block) * B))
+    return block, warps, rows, cdiv(cdiv(T, spans) + W - 1, rows) * rows - (W - 1)
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -84,18 +86,17 @@ def _causal_conv1d_fwd(
     y, last = _causal_conv1d_fwd_fake(x, weight, bias, state, offsets, documents, silu, return_state)
     (B, T, C), W, D = x.shape, weight.shape[1], _count_documents(x, offsets)
     weight, bias, offsets, state = _dense(weight), _dense(bias), _dense(offsets), _swap(state)
-    block, warps = _choose_channels(C, W, x.element_size())
-    blocks = cdiv(C, block)
     strides = *_strides(x), *_strides(state)
     key = (B, T, C, D, W, silu, *strides, *_dtypes(x, weight, bias, state, offsets))
 
     def plan() -> Plan:
-        rows = _choose_rows(B, T, blocks, x.device)
+        block, warps, rows = _fwd_tile(B, T, C, W, x.element_size(), x.device)
         arguments = (T, C, D, *strides, *y.stride(), W, next_power_of_2(W), silu, rows, block)
-        return B * cdiv(T, rows) * blocks, arguments, {"num_warps": warps}
+        return B * cdiv(T, rows) * cdiv(C, block), arguments, {"num_warps": warps}
 
     def plan_state() -> Plan:
-        return D * blocks, (T, C, *strides, W, block), {"num_warps": warps}
+        block, warps = _choose_channels(C, W, x.element_size())
+        return D * cdiv(C, block), (T, C, *strides, W, block), {"num_warps": warps}
 
     if y.numel():
         tensors = (x, weight, bias, state, offsets, documents, y)
@@ -134,23 +135,21 @@ def _causal_conv1d_bwd(
     (B, T, C), W, D = x.shape, weight.shape[1], _count_documents(x, offsets)
     weight, bias, offsets, state, dlast = _dense(weight), _dense(bias), _dense(offsets), _swap(state), _swap(dlast)
     wants = [g.numel() > 0 for g in (dx, dw, db, ds)]
-    block, warps = _choose_channels(C, W, x.element_size(), 4)
-    blocks = cdiv(C, block)
     strides = *_strides(dy), *_strides(x), *_strides(state)
     dtypes = _dtypes(dy, x, weight, bias, state, offsets, dlast)
     key = (B, T, C, D, W, silu, *wants, *strides, *dtypes)
     if x.numel() == 0:
         dw.zero_(), db.zero_()
     elif any(wants[:3]):
-        rows = 8 if W <= 4 else 4
-        each, spans = _cut_tokens(B, T, blocks, W, rows, x.device)
+        block, warps, rows, each = _bwd_tile(B, T, C, W, x.element_size(), x.device)
+        spans = cdiv(T, each)
         flat = dw.view(-1)
         partial_w = shares(B * spans, flat)[0] if wants[1] else None
         partial_b = shares(B * spans, db)[0] if wants[2] else None
 
         def plan() -> Plan:
             sizes = (T, C, D, each, spans, *strides, *_strides(dx if wants[0] else None))
-            return B * spans * blocks, (*sizes, W, next_power_of_2(W), silu, rows, block), {"num_warps": warps}
+            return B * spans * cdiv(C, block), (*sizes, W, next_power_of_2(W), silu, rows, block), {"num_warps": warps}
 
         results = (dx if wants[0] else None, partial_w, partial_b)
         tensors = (dy, x, weight, bias, state, offsets, documents, dlast, *results)
@@ -162,7 +161,8 @@ def _causal_conv1d_bwd(
     if wants[3]:
 
         def plan_state() -> Plan:
-            return D * blocks, (T, C, *strides, W, next_power_of_2(W), silu, block), {"num_warps": warps}
+            block, warps = _choose_channels(C, W, x.element_size(), 4)
+            return D * cdiv(C, block), (T, C, *strides, W, next_power_of_2(W), silu, block), {"num_warps": warps}
 
         launch(_state_bwd_kernel, key, (dy, x, weight, bias, state, offsets, dlast, ds), plan_state)
     return dx, dw, db, ds
