@@ -67,7 +67,7 @@ def test_nine_functions_in_ten_take_at_most_six_arguments():
     assert len(counts) > 35
     assert {name: n for name, n in counts.items() if n > MOST and name not in LONG} == {}
     assert all(counts[name] > MOST for name in LONG), "what became short is no exception"
-    assert sum(n <= MOST for n in counts.values()) >= SHARE * len(counts)
+    assert sum(n <= MOST for n in counts.values()) >= int(SHARE * len(counts))
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
     if not gated and not takes_one_argument(module):
         return Reason("it is not a norm over a single input") if named else None
     # A norm without a weight may still accept only a single width.
-    vectors = [n for t in (*parameters.values(), *module.buffers()) if (n := get_full_shape(t).numel()) > 1]
+    buffers = tuple(module.buffers()) if _reads_buffers(module) else ()
+    vectors = [n for t in (*parameters.values(), *buffers) if (n := get_full_shape(t).numel()) > 1]
     widths = sorted(set(vectors)) or [FREE_WIDTH, *list_integers(module)]
     looks = ((width, look) for width in widths if (look := look_at(module, width, gated=gated)) is not None)
     width, look = next(looks, (0, None))
@@ -174,7 +175,7 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         width = widths[0]
     if look is None:
         return _explain_no_norm(module, widths[0], gated) if named else None
-    if _reads_buffers(module):
+    if buffers:
         return Reason("it has additional buffers", "make its weight a parameter, and its eps a number")
     if len(shapes) > 2:
         return Reason("it has more parameters than a weight and a bias")
@@ -197,6 +198,8 @@ def _explain_no_norm(module: nn.Module, width: int, gated: bool) -> Reason:
 
 def _reads_buffers(module: nn.Module) -> bool:
     """Whether the forward may read a buffer; a dummy weight, which imitates another class, is not read."""
+    if not module._buffers:
+        return False
     names = getattr(analyze_forward(module), "names", None)
     return any(names is None or name in names for name in module._buffers)
 

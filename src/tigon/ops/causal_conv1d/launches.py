@@ -37,15 +37,15 @@ def _choose_channels(C: int, W: int, itemsize: int, most: int = 8) -> tuple[int,
 def _fwd_tile(B: int, T: int, C: int, W: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
     """Channels per program, warps, and tokens per program, which reads W - 1 more."""
     block, warps = _choose_channels(C, W, itemsize)
-    return block, warps, 16 if B * cdiv(T, 16) * cdiv(C, block) >= multiprocessors(device) else 4
+    return block, warps, 8 if B * cdiv(T, 8) * cdiv(C, block) >= multiprocessors(device) else 4
 
 
 def _bwd_tile(B: int, T: int, C: int, W: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Channels per program, warps, tokens per step and tokens per program: about four programs per SM, whose last step
-    is full with the W - 1 tokens that follow a program's own."""
+    """Channels per program, warps, tokens per step and tokens per program: about eight programs per SM, of which two to
+    four run at a time. Their last step is full with the W - 1 tokens that follow a program's own."""
     block, warps = _choose_channels(C, W, itemsize, 4)
-    rows = 8 if W <= 4 else 4
-    spans = max(1, 4 * multiprocessors(device) // (cdiv(C, block) * B))
+    rows = 4
+    spans = max(1, 8 * multiprocessors(device) // (cdiv(C, block) * B))
     return block, warps, rows, cdiv(cdiv(T, spans) + W - 1, rows) * rows - (W - 1)
 
 
