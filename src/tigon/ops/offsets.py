@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from tigon.kernels import is_concrete
+from tigon.kernels import find_capture, is_concrete, is_traced
 from tigon.ops.targets import CHECKS
 
 
@@ -37,8 +39,37 @@ def check_offsets(name: str, offsets: Any, x: Tensor, count: int, what: str) -> 
             raise ValueError(f"{name}: offsets must ascend from 0 to {what}, {count}, got {offsets.tolist()[:8]}.")
 
 
+# By offsets: (address, version, stream, capture), and the tables by their keys. A model's layers share them.
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def share_table(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    """Return make(), a table on the device that depends on offsets and key alone.
+
+    Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
+    merges equal calls in its graph.
+    """
+    if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
+        return make()
+    stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
+    state = offsets.data_ptr(), offsets._version, stream, capture
+    known, tables = _made.get(offsets, (None, {}))
+    if known != state:
+        tables = {}
+        _made[offsets] = state, tables
+    if key not in tables:
+        tables[key] = make()
+    found: Tensor = tables[key]
+    return found
+
+
 def find_documents(offsets: Tensor, count: int) -> Tensor:
     """The document of each of count tokens, (count,) int32; the number of documents for a token behind the last."""
-    token = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
-    # The number of documents that end at or before a token: empty documents are passed over.
-    return torch.searchsorted(offsets[1:].contiguous(), token, right=True, out_int32=True)
+
+    def make() -> Tensor:
+        token = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
+        # The number of documents that end at or before a token: empty documents are passed over.
+        return torch.searchsorted(offsets[1:].contiguous(), token, right=True, out_int32=True)
+
+    return share_table(offsets, ("documents", count), make)

@@ -364,7 +364,7 @@ def _is_norm(
         if case is None:
             agrees = same_numbers(y, expected, roundings=roundings, size=size)
             agrees = agrees and (
-                not formula.stepwise or _is_no_worse(formula, y, expected, (typed, weight, bias), added)
+                not formula.stepwise or _is_no_worse(formula, y, expected, (typed, weight, bias, gate), added)
             )
         else:
             agrees = case.agrees(y, expected, leaves, roundings=roundings, size=size)
@@ -374,14 +374,12 @@ def _is_norm(
     return True
 
 
-def _is_no_worse(
-    formula: Norm, y: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor | None], eps: float
-) -> bool:
+def _is_no_worse(formula: Norm, y: Tensor, expected: Tensor, inputs: tuple[Tensor | None, ...], eps: float) -> bool:
     """Whether Tigon's result is as near to the exact result as y, which the module has rounded at every step."""
-    if formula.gate is not None or y.dtype == torch.float32:
+    if y.dtype == torch.float32:
         return True
-    x, weight, bias = (t if t is None else t.float() for t in inputs)
-    exact = _evaluate(formula, x, weight, bias, eps)[0]  # type: ignore[arg-type]  # x is there
+    x, weight, bias, gate = (t if t is None else t.float() for t in inputs)
+    exact = _evaluate(formula, x, weight, bias, eps, gate)[0]  # type: ignore[arg-type]  # x is there
     theirs, ours = (float((t.float() - exact).abs().div(exact.abs() + 1e-30).mean()) for t in (y, expected))
     return ours <= theirs
 
