@@ -99,7 +99,6 @@ CAUSAL_CONV1D = Op(
         Case("Qwen3-Next", (8192, 1, 8192, 4), _SILU, {"bias": False}),
         Case("documents and states", (8192, 1, 8192, 4), _STATES, {"lengths": (4096, 4096), "state": True}),
     ),
-    large=(Case("tokens", (1000, 1, 4096, 4), _SILU),),
     # The backward reads 8 bytes per thread, whose registers hold the sums of all taps.
     wide_loads=False,
     spills=32,  # with states and documents, in the backward

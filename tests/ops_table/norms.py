@@ -254,5 +254,6 @@ L2_NORM = Op(
     bad=(Bad(lambda: (torch.ones(2).int(),), r"l2_norm: x must be \(\.\.\., N\) floats, got \(2,\) torch.int32"),),
     launches=("rms_norm_fwd", "rms_norm_bwd"),
     models=(Case("Qwen3-Next heads", (8, 1024, 16, 128)),),
+    large=(Case("rows share tiles", (10000, 100)),),
     replaces=(Replaced("l2_norm(x, eps=eps)", "y", ROW),),
 )
