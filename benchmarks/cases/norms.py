@@ -246,6 +246,19 @@ def _count_gated_bytes(s: Shape, b: int) -> tuple[int, int]:
     return (3 * x + s[1]) * b, (5 * x + 2 * s[1]) * b
 
 
+# ------------------------------------------------------------------------------------------------------------ l2_norm
+
+
+def _make_rows(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    draw = Draw(device, dtype)
+    return Inputs({"x": draw.normal(*shape).requires_grad_()}, ("x",), ("y",), (draw.normal(*shape),))
+
+
+def _eager_l2_norm(x: Tensor) -> Tensor:
+    """As Qwen3-Next writes it."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
 OPS = (
     Op(
         name="rms_norm",
@@ -397,5 +410,15 @@ OPS = (
             "tigon": Implementation(tigon("gated_rms_norm", eps=1e-6, norm_before_gate=False, group_size=512)),
             **plain(_eager_mamba_norm),
         },
+    ),
+    Op(
+        name="l2_norm",
+        shapes=((262144, 128),),
+        small=((2048, 128),),
+        make=_make_rows,
+        expect=expect_rows(_eager_l2_norm, rowwise=("x",)),
+        nbytes=lambda s, b: (2 * s[0] * s[1] * b, 3 * s[0] * s[1] * b),
+        counted=("x → y", "dy, x → dx"),
+        implementations={"tigon": Implementation(tigon("l2_norm")), **plain(_eager_l2_norm)},
     ),
 )

@@ -41,7 +41,9 @@ def test_a_document_has_the_same_bits_wherever_it_is(device, triton_backend):
     offsets = torch.tensor([0, 3, 3, 4, 23, 30], device=device)
     y, states = tigon.causal_conv1d(x, weight, activation="silu", offsets=offsets, return_state=True)
     for document, (start, stop) in enumerate(((0, 3), (3, 3), (3, 4), (4, 23), (23, 30))):
-        own, state = tigon.causal_conv1d(x[:, start:stop], weight, activation="silu", return_state=True)
+        alone = torch.tensor([0, stop - start], device=device)
+        options = {"activation": "silu", "offsets": alone, "return_state": True}
+        own, state = tigon.causal_conv1d(x[:, start:stop], weight, **options)
         assert torch.equal(y[:, start:stop], own)
         assert torch.equal(states[document : document + 1], state)
 
@@ -63,3 +65,19 @@ def test_channels_first_are_not_copied(device, triton_backend):
     x = draw(2, C, 9).detach().to(device)
     y = tigon.causal_conv1d(x.transpose(1, 2), draw(C, W).detach().to(device))
     assert y.transpose(1, 2).is_contiguous()
+
+
+def test_documents_compile_whole_and_dynamic(device, triton_backend):
+    weight = draw(C, W).detach().to(device)
+    options = {"activation": "silu", "return_state": True}
+    compiled = torch.compile(
+        lambda x, offsets: tigon.causal_conv1d(x, weight, offsets=offsets, **options),
+        fullgraph=True, dynamic=True, backend="eager",
+    )  # fmt: skip
+    for lengths in ([3, 0, 4], [1, 5, 2, 3]):
+        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+        x = draw(1, sum(lengths), C).detach().to(device)
+        for got, expected in zip(
+            compiled(x, offsets), tigon.causal_conv1d(x, weight, offsets=offsets, **options), strict=True
+        ):
+            assert torch.equal(got, expected)
