@@ -101,7 +101,6 @@ CAUSAL_CONV1D = Op(
     ),
     # The backward reads 8 bytes per thread, whose registers hold the sums of all taps.
     wide_loads=False,
-    spills=32,  # with states and documents, in the backward
     dtensor="refused",
     replaces=(
         Replaced("causal_conv1d(x, weight, bias)", "y", _ROW),
