@@ -228,6 +228,36 @@ def test_a_few_items(device, backend):
     check_items(3000, 16, device)
 
 
+def check_tokens(tokens: int, channels: int, device: torch.device, around: int = 16) -> None:
+    """Few tokens, with the three before and behind that they depend on, have the bits that they have among many."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator, device=device).bfloat16()
+        for shape in ((1, tokens, channels), (channels, 4))
+    )
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = tigon.causal_conv1d(leaf, weight, activation="silu")
+        return y.detach(), torch.autograd.grad(y, leaf, x)[0]
+
+    y, dx = run(x)
+    for first in (0, tokens // 2, tokens - around):
+        begin, end = max(0, first - 3), min(tokens, first + around + 3)
+        few = slice(first - begin, first - begin + around)
+        for got, expected in zip((y, dx), run(x[:, begin:end]), strict=True):
+            assert torch.equal(got[:, first : first + around], expected[:, few]), first
+
+
+@pytest.mark.gpu
+def test_many_tokens(device, memory, triton_backend):
+    check_tokens(LIMIT // 4104 + 100, 4104, device)
+
+
+def test_a_few_tokens(device, triton_backend):
+    check_tokens(40, 8, device)
+
+
 def test_a_few_requests(device, triton_backend):
     check_requests((4, 2, 16), 30000, device)
 
@@ -278,8 +308,8 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
 REDUCED = {"grpo", "distill", "distill_topk"}
 # Kernels see a single tile of tokens at a time, like gated_linear's.
 TILED = {"gated_mlp"}
-# Rows do not repeat a small batch; a separate test is above. Prefixes run through varlen_attention's kernels.
-OF_REQUESTS = {"prefix_attention", "varlen_attention"}
+# Rows do not repeat a small batch; separate tests are above. Prefixes run through varlen_attention's kernels.
+OF_REQUESTS = {"prefix_attention", "varlen_attention", "causal_conv1d"}
 # A repeated batch's statistics differ in bits from the small batch's; its own tests have a large batch.
 OF_COLUMNS = {"batch_norm_relu"}
 

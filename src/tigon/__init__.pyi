@@ -22,6 +22,7 @@ from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cro
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
 from tigon.ops import fp8 as fp8
 from tigon.ops.add_rms_norm import add_rms_norm as add_rms_norm
+from tigon.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from tigon.ops.cross_entropy import CrossEntropy as CrossEntropy
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy
 from tigon.ops.dequantize_4bit import FourBit as FourBit
@@ -42,7 +43,9 @@ from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu
 from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.gated_residual import gated_residual as gated_residual
+from tigon.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from tigon.ops.group_norm import group_norm as group_norm
+from tigon.ops.l2_norm import l2_norm as l2_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.linear.adapters import lora_linear as lora_linear
 from tigon.ops.linear.gated_mlp import gated_mlp as gated_mlp

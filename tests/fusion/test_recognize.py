@@ -12,6 +12,7 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.mlp import Gated, recognize_mlp
 from tigon.fusion.parts.norm import Norm, recognize_norm
+from tigon.fusion.parts.norm_formula import Gate as NormGate
 from tigon.fusion.parts.relu2 import recognize_relu2
 from tigon.fusion.parts.rotary_formula import Turn, read_arguments, recognize_rotary
 from tigon.ops import acts
@@ -110,16 +111,17 @@ class GatedNorm(nn.Module):
         self.g = nn.Parameter(torch.ones(N))
 
     def forward(self, x, gate=None):
-        act = torch.sigmoid if self.variant == "sigmoid" else F.silu
-        wide = x.float() * act(gate.float()) if self.variant == "gate first" else x.float()
+        v = self.variant
+        act = F.softplus if v == "softplus" else F.silu
+        wide = x.float() * act(gate.float()) if v == "gate on both sides" else x.float()
         y = self.g * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.tiny)).to(x.dtype)
-        return y if self.variant == "gate first" else (y * act(gate.float())).to(x.dtype)
+        return (y * act(gate.float())).to(x.dtype)
 
 
 def test_norms_with_a_gate_are_found():
     found = recognize_norm(GatedNorm())
     assert isinstance(found, Norm)
-    assert (found.gated, found.cast, found.mixed, found.eps) == (True, "llama", False, "tiny")
+    assert (found.gate, found.cast, found.mixed, found.eps) == (NormGate("silu", True), "llama", True, "tiny")
     model, x, gate = GatedNorm(), torch.randn(2, 3, N, requires_grad=True), torch.randn(2, 3, N, requires_grad=True)
     plain = model(x, gate)
     with tigon.fuse(model) as fusion:
@@ -130,7 +132,7 @@ def test_norms_with_a_gate_are_found():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("variant", ["sigmoid", "gate first"])
+@pytest.mark.parametrize("variant", ["softplus", "gate on both sides"])
 def test_near_misses_of_norms_with_a_gate_are_refused(variant):
     assert isinstance(recognize_norm(GatedNorm(variant)), Reason)
 

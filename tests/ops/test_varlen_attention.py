@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import tigon
 from tigon.kernels import graph_capture
+from tigon.ops import offsets as offsets_module
 from tigon.ops.varlen_attention import reference, tiles, varlen_attention_reference
 
 LENGTHS = [5, 0, 17, 1, 40]
@@ -141,7 +142,7 @@ WRONG = ([0, 9, 4, 40], [2, 9, 40], [0, 9, 39], [0, 9, 50], [0, -3, 40], [0, 50,
 
 def test_wrong_offsets_give_nan_and_read_nothing_outside(device, triton_backend, monkeypatch):
     """As on a GPU, where nobody looks."""
-    monkeypatch.setattr("tigon.ops.varlen_attention.is_concrete", lambda t: False)
+    monkeypatch.setattr("tigon.ops.offsets.is_concrete", lambda t: False)
     leaves = [t.requires_grad_() for t in draw(40, device=device)[:3]]
     for wrong in WRONG:
         offsets = torch.tensor(wrong, device=device)
@@ -170,15 +171,15 @@ def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkey
     assert torch.equal(tigon.varlen_attention(q, k, v, offsets), tigon.varlen_attention(q, k, v, offsets.clone()))
     # Each capture makes its own, and shares none if it cannot be told from another.
     for capture, more in ((17, 1), (18, 1), (None, 2), (0, 1)):
-        monkeypatch.setattr(tiles, "find_capture", lambda t, capture=capture: capture)
+        monkeypatch.setattr(offsets_module, "find_capture", lambda t, capture=capture: capture)
         before = len(made)
         for _ in range(2):
             tigon.varlen_attention(q, k, v, offsets)
         assert len(made) == before + more
-    assert offsets in tiles._made
-    count = len(tiles._made)
+    assert offsets in offsets_module._made
+    count = len(offsets_module._made)
     del offsets
-    assert len(tiles._made) == count - 1
+    assert len(offsets_module._made) == count - 1
 
 
 @pytest.mark.gpu

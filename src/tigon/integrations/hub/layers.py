@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tigon.fusion.engine.patch import is_functorch_active
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.ops.acts import ACTS
-from tigon.ops.gated import gated_unit, swiglu
+from tigon.ops.gated import gated_unit
+from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 
@@ -49,7 +50,7 @@ def _gated_norm_forward(self: Any, x: Tensor, gate: Tensor | None = None) -> Any
         return type(self).forward(self, x, gate)
     if self.weight.dtype != x.dtype or not _norm_fits(self, x):
         return type(self).forward(self, x, gate)
-    return swiglu(gate, rms_norm(x, self.weight, eps=_eps(self), cast="llama"))
+    return gated_rms_norm(x, gate, self.weight, eps=_eps(self))
 
 
 # (offset, cast, whether the norm has a gate) → its layer name.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.kernels import (
     Plan,
     SymInt,
     cdiv,
     do_not_specialize,
-    find_capture,
-    is_traced,
     jit,
     launch,
     launcher,
     tl,
 )
+from tigon.ops.offsets import share_table
 
 # Entries and documents that a program has in registers.
 ENTRIES, DOCUMENTS = 64, 64
@@ -118,27 +116,6 @@ def _varlen_tiles(offsets: Tensor, count: SymInt, forward: int, queries: int, ke
     return tiles
 
 
-# By offsets: (address, version, stream, capture), and the tables by row count and sizes. A model's layers share them.
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
 def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor:
-    """Return the tables for tiles of `sizes` tokens, (3, rows, 6) int32, in the order of KINDS.
-
-    Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
-    capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
-    merges equal calls in its graph.
-    """
-    if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
-        return _varlen_tiles(offsets, count, *sizes)
-    stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
-    state = offsets.data_ptr(), offsets._version, stream, capture
-    known, tables = _made.get(offsets, (None, {}))
-    if known != state:
-        tables = {}
-        _made[offsets] = state, tables
-    key = count, *sizes
-    if key not in tables:
-        tables[key] = _varlen_tiles(offsets, count, *sizes)
-    found: Tensor = tables[key]
-    return found
+    """Return the tables for tiles of `sizes` tokens, (3, rows, 6) int32, in the order of KINDS."""
+    return share_table(offsets, (count, *sizes), lambda: _varlen_tiles(offsets, count, *sizes))
