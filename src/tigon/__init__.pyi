@@ -36,6 +36,7 @@ from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu
+from tigon.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.gated_residual import gated_residual as gated_residual
 from tigon.ops.group_norm import group_norm as group_norm
