@@ -10,7 +10,7 @@ from torch import Tensor
 from tigon.kernels import Plan, SymInt, cdiv, differentiable, launch, launcher, next_power_of_2, shared_memory
 from tigon.kernels import device as facts
 from tigon.ops.gated_delta_rule.chunks import _chunks_kernel, _matrices_kernel
-from tigon.ops.gated_delta_rule.gradients import _gradients_kernel
+from tigon.ops.gated_delta_rule.gradients import _gradients_kernel, _pairs_kernel
 from tigon.ops.gated_delta_rule.states import _reverse_kernel, _states_kernel
 from tigon.ops.varlen_attention.tiles import find_tables
 
@@ -30,6 +30,7 @@ TILES = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 4, 1)},
     "states": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(32, 4, 2)},
     "reverse": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(32, 4, 2)},
+    "pairs": {64: Tile(32, 4, 1), 128: Tile(32, 4, 1), 256: Tile(32, 4, 1)},
     "gradients": {64: Tile(32, 4, 1), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
 }
 # For fp32: three tensor-core products per product and twice the registers.
@@ -37,6 +38,7 @@ TILES_FP32 = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 4, 1)},
     "states": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
     "reverse": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
+    "pairs": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 4, 1)},
     "gradients": {64: Tile(16, 4, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
 }
 
@@ -250,29 +252,33 @@ def _gated_delta_rule_bwd(
         _reverse_kernel, "reverse", call, (q, k, do, *matrices, table, dfinal, dx, dstates, dinitial), do
     )  # fmt: skip
     if deep:
-        tensors = q, k, beta, do, x, dx, states, dstates, matrices[2], table, dq, dk, dg, dbeta
-        _launch_gradients(call, tensors)
+        solve, attend, factors = matrices  # the walks are over: the first two become scratch
+        _launch_gradients(call, (do, x, dx, factors, solve, attend), (states, dstates, dq, dk, dg, dbeta))
     return results
 
 
-def _launch_gradients(call: _Call, tensors: tuple[Any, ...]) -> None:
-    """tensors: q, k, beta, do, x, dv, states, dstates, factors, table, dq, dk, dg, dbeta."""
-    q, k, beta, do = tensors[:4]
-    v, (_, N) = call.v, call.heads
+def _launch_gradients(call: _Call, shared: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+    """shared: do, x, dv, factors, two matrices for scratch. results: states, dstates, dq, dk, dg, dbeta."""
+    q, k, v, _, beta, table = call[:6]
+    do, x, dx, factors, *scratch = shared
+    (H, N), G = call.heads, q.shape[1]
+    tensors = q, k, beta, do, x, dx, factors, table, *scratch, factors.new_empty((2, H, q.shape[0]))
 
-    def plan() -> Plan:
-        blocks, options = choose_tile("gradients", q, v)
+    def plan(kind: str) -> Plan:
+        blocks, options = choose_tile(kind, q, v)
+        programs, scale = (G, ()) if kind == "gradients" else (H, (call.scale,))
         arguments = (
             call.documents, call.length, q.shape[0], *q.stride()[:2], *k.stride()[:2], *beta.stride(),
-            *((0, 0) if do is None else do.stride()[:2]), call.scale, q.shape[1], N, q.shape[2], v.shape[2],
+            *((0, 0) if do is None else do.stride()[:2]), *scale, programs, N, q.shape[2], v.shape[2],
             call.normalize, *blocks.values(), _precision(q)[0],
         )  # fmt: skip
-        return call.slots * q.shape[1], arguments, options
+        return call.slots * programs, arguments, options
 
     if call.slots and q.shape[0]:
-        dtypes = tuple(None if t is None else t.dtype for t in tensors)
-        key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, beta, do, call.table), dtypes)
-        launch(_gradients_kernel, key, tensors, plan)
+        dtypes = tuple(None if t is None else t.dtype for t in results)
+        key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, beta, do, table), dtypes)
+        launch(_pairs_kernel, key, tensors, lambda: plan("pairs"))
+        launch(_gradients_kernel, key, (*tensors, *results), lambda: plan("gradients"))
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
