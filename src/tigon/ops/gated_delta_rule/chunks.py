@@ -122,8 +122,9 @@ def _invert(b, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 # One program makes the matrices and the factors of a chunk for head h, whose key head is h // N.
 # q, k: strides (t, g). g, beta: strides (t, h). solve, attend (slots, H, CHUNK, CHUNK) in q's dtype: W and P.
-# factors (4, H, tokens) fp32, for each token: of its key that reads the state, exp(a); of its key that is written to
-# the state, exp(a_C − a) β; of its query, scale · exp(a), these with 1/norm; and a.
+# factors (4 or 6, H, tokens) fp32, for each token: of its key that reads the state, exp(a); of its key that is written
+# to the state, exp(a_C − a) β; of its query, scale · exp(a), these with 1/norm; a; with NORMALIZE 1/norm of key and
+# query.
 @jit
 @do_not_specialize("D", "T", "tokens")
 def _matrices_kernel(
@@ -143,28 +144,30 @@ def _matrices_kernel(
     g = tl.load(g_ptr + token * stride_gt + h * stride_gh, mask=live, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + token * stride_bt + h * stride_bh, mask=live, other=0.0).to(tl.float32)
     k = load_tile(k_ptr, token * stride_kt + h // N * stride_kg, live, 0, K, BLOCK_K)
-    q = load_tile(q_ptr, token * stride_qt + h // N * stride_qg, live, 0, K, BLOCK_K)
     seen = i[:, None] >= i[None, :]
     a = tl.sum(tl.where(seen, g[None, :], 0.0), 1)
     last = tl.sum(g, 0)
     # Masked before the exponential: above the diagonal sums are positive and could overflow.
     decay = tl.exp(tl.where(seen, a[:, None] - a[None, :], float("-inf"))) * beta[None, :]
     reader, writer, query = tl.exp(a), tl.exp(last - a) * beta, tl.exp(a) * scale
-    b = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
+    factors_ptr += tl.cast(h, tl.int64) * tokens + token
+    stride = tl.cast(tokens, tl.int64) * H
+    q = load_tile(q_ptr, token * stride_qt + h // N * stride_qg, live, 0, K, BLOCK_K)
     p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (decay * scale)
+    b = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     if NORMALIZE:
         q_norm = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS)
         k_norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
+        tl.store(factors_ptr + 4 * stride, k_norm, mask=live)
+        tl.store(factors_ptr + 5 * stride, q_norm, mask=live)
         reader, writer, query = reader * k_norm, writer * k_norm, query * q_norm
         b *= k_norm[:, None] * k_norm[None, :]
         p *= q_norm[:, None] * k_norm[None, :]
-    w = _invert(tl.where(i[:, None] > i[None, :], b, 0.0), CHUNK, INVERSE)
-    at = (slot.to(tl.int64) * H + h) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
-    tl.store(solve_ptr + at, w.to(solve_ptr.dtype.element_ty))
-    tl.store(attend_ptr + at, p.to(attend_ptr.dtype.element_ty))
-    factors_ptr += tl.cast(h, tl.int64) * tokens + token
-    stride = tl.cast(tokens, tl.int64) * H
     tl.store(factors_ptr, reader, mask=live)
     tl.store(factors_ptr + stride, writer, mask=live)
     tl.store(factors_ptr + 2 * stride, query, mask=live)
     tl.store(factors_ptr + 3 * stride, a, mask=live)
+    at = (slot.to(tl.int64) * H + h) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
+    tl.store(attend_ptr + at, p.to(attend_ptr.dtype.element_ty))
+    w = _invert(tl.where(i[:, None] > i[None, :], b, 0.0), CHUNK, INVERSE)
+    tl.store(solve_ptr + at, w.to(solve_ptr.dtype.element_ty))

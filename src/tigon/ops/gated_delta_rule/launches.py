@@ -10,7 +10,7 @@ from torch import Tensor
 from tigon.kernels import Plan, SymInt, cdiv, differentiable, launch, launcher, next_power_of_2, shared_memory
 from tigon.kernels import device as facts
 from tigon.ops.gated_delta_rule.chunks import _chunks_kernel, _matrices_kernel
-from tigon.ops.gated_delta_rule.gradients import _gradients_kernel, _pairs_kernel
+from tigon.ops.gated_delta_rule.gradients import _keys_kernel, _queries_kernel
 from tigon.ops.gated_delta_rule.states import _reverse_kernel, _states_kernel
 from tigon.ops.varlen_attention.tiles import find_tables
 
@@ -30,16 +30,16 @@ TILES = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 4, 1)},
     "states": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(32, 4, 2)},
     "reverse": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(32, 4, 2)},
-    "pairs": {64: Tile(32, 4, 1), 128: Tile(32, 4, 1), 256: Tile(32, 4, 1)},
-    "gradients": {64: Tile(32, 4, 1), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
+    "queries": {64: Tile(32, 8, 2), 128: Tile(32, 8, 2), 256: Tile(32, 8, 2)},
+    "keys": {64: Tile(32, 8, 2), 128: Tile(32, 8, 2), 256: Tile(32, 8, 2)},
 }
 # For fp32: three tensor-core products per product and twice the registers.
 TILES_FP32 = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 4, 1)},
     "states": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
     "reverse": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
-    "pairs": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 4, 1)},
-    "gradients": {64: Tile(16, 4, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
+    "queries": {64: Tile(16, 4, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
+    "keys": {64: Tile(16, 4, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
 }
 
 
@@ -159,7 +159,7 @@ def _launch_matrices(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, g, beta = call[:5]
     (H, N), chunk, tokens = call.heads, choose_chunk(q, v), q.shape[0]
     solve, attend = (q.new_empty((call.slots, H, chunk, chunk)) for _ in range(2))
-    factors = q.new_empty((4, H, tokens), dtype=torch.float32)
+    factors = q.new_empty((6 if call.normalize else 4, H, tokens), dtype=torch.float32)
 
     def plan() -> Plan:
         blocks, options = choose_tile("matrices", q, v)
@@ -252,33 +252,35 @@ def _gated_delta_rule_bwd(
         _reverse_kernel, "reverse", call, (q, k, do, *matrices, table, dfinal, dx, dstates, dinitial), do
     )  # fmt: skip
     if deep:
-        solve, attend, factors = matrices  # the walks are over: the first two become scratch
-        _launch_gradients(call, (do, x, dx, factors, solve, attend), (states, dstates, dq, dk, dg, dbeta))
+        *scratch, factors = matrices  # the walks are over: their matrices become scratch
+        _launch_gradients(call, (do, x, dx, factors, states, dstates), scratch, (dq, dk, dg, dbeta))
     return results
 
 
-def _launch_gradients(call: _Call, shared: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-    """shared: do, x, dv, factors, two matrices for scratch. results: states, dstates, dq, dk, dg, dbeta."""
+def _launch_gradients(call: _Call, given: tuple[Any, ...], scratch: list[Tensor], results: tuple[Any, ...]) -> None:
+    """given: do, x, dv, factors, states, dstates. scratch: two matrices. results: dq, dk, dg, dbeta."""
     q, k, v, _, beta, table = call[:6]
-    do, x, dx, factors, *scratch = shared
+    do, x, dx, factors, states, dstates = given
+    dq, *others = results
     (H, N), G = call.heads, q.shape[1]
-    tensors = q, k, beta, do, x, dx, factors, table, *scratch, factors.new_empty((2, H, q.shape[0]))
+    tensors = q, k, beta, do, x, dx, factors, table, states, *scratch, factors.new_empty((2, H, q.shape[0]))
 
     def plan(kind: str) -> Plan:
         blocks, options = choose_tile(kind, q, v)
-        programs, scale = (G, ()) if kind == "gradients" else (H, (call.scale,))
+        upstream = (0, 0) if do is None else do.stride()[:2]
         arguments = (
             call.documents, call.length, q.shape[0], *q.stride()[:2], *k.stride()[:2], *beta.stride(),
-            *((0, 0) if do is None else do.stride()[:2]), *scale, programs, N, q.shape[2], v.shape[2],
+            *((*upstream, call.scale) if kind == "queries" else ()), G, N, q.shape[2], v.shape[2],
             call.normalize, *blocks.values(), _precision(q)[0],
         )  # fmt: skip
-        return call.slots * programs, arguments, options
+        return call.slots * G, arguments, options
 
     if call.slots and q.shape[0]:
         dtypes = tuple(None if t is None else t.dtype for t in results)
         key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, beta, do, table), dtypes)
-        launch(_pairs_kernel, key, tensors, lambda: plan("pairs"))
-        launch(_gradients_kernel, key, (*tensors, *results), lambda: plan("gradients"))
+        launch(_queries_kernel, key, (*tensors, dq), lambda: plan("queries"))
+        if any(t is not None for t in others):
+            launch(_keys_kernel, key, (*tensors, dstates, *others), lambda: plan("keys"))
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
