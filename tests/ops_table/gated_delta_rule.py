@@ -119,6 +119,7 @@ GATED_DELTA_RULE = Op(
         Bad(_bad(offsets=RIGHT[1:]), r"offsets must ascend from 0 to the tokens of q, 5, got \[3, 5\]\.", looks=True),
         Bad(_bad(offsets=torch.tensor([0, 4, 3, 5])), r"offsets must ascend .*, got \[0, 4, 3, 5\]\.", looks=True),
     ),
+    needed=(2,),
     launches=("delta_chunks", "gated_delta_rule_fwd", "gated_delta_rule_bwd"),
     models=(
         Case(
