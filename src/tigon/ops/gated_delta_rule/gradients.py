@@ -178,8 +178,8 @@ def _keys_kernel(
             dk = tl.dot(tl.trans(from_p), q, dk, input_precision=PRECISION)
         dk += rest
         if dg_ptr is not None:
-            # g_t is in the sums of all tokens from t on, and in the sum at the chunk's end. A sum over `change` alone does
-            # not compile for sm_100.
+            # g_t is in the sums of all tokens from t on, and in the sum at the chunk's end. A sum over `change` alone
+            # does not compile for sm_100.
             dg = tl.sum(tl.where(i[:, None] >= i[None, :], da[:, None], 0.0) + change[:, None], 0)
             dg += tl.sum(both, 0) * tl.exp(last)
             tl.store(dg_ptr + token * H + h, dg.to(dg_ptr.dtype.element_ty), mask=live)

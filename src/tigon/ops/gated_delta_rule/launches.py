@@ -25,8 +25,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the wider of K and V, for 16-bit dtypes. A walk has a program per `values` columns, and a step's latency counts, not
-# its arithmetic. At 256 the gradients spill some registers.
+# By the wider of K and V, for 16-bit dtypes. A walk has a program per `values` columns, and a step's latency counts,
+# not its arithmetic. At 256 the gradients spill some registers.
 TILES = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 8, 1)},
     "states": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(16, 4, 2)},

@@ -47,7 +47,7 @@ def gated_delta_rule_reference(
             ]
             o, S = torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts])
         o = o.transpose(1, 2).to(v.dtype).contiguous()
-        return (o, S) if return_state else o
+        return (o, S.contiguous()) if return_state else o
 
 
 def _widen(
