@@ -91,9 +91,9 @@ GATED_DELTA_RULE = Op(
     eager=_eager,
     make=_make,
     cases=(
-        Case("chunks and a state", (35,), {"normalize": True, "return_state": True}, {"state": True}, draws=2),
-        Case("documents", (70,), {"scale": 0.3}, {"lengths": (1, 0, 20), "K": 24, "V": 40}),
-        Case("sequences", (5,), {"normalize": True}, {"B": 2, "G": 2}, draws=8),
+        Case("chunks and a state", (18,), {"normalize": True, "return_state": True}, {"state": True}, draws=2),
+        Case("documents", (67,), {"scale": 0.3}, {"lengths": (0, 5), "K": 24, "V": 40, "H": 1}),
+        Case("sequences", (5,), {"normalize": True}, {"B": 2, "H": 1}, draws=4),
     ),
     empty=((0,),),
     bad=(

@@ -53,9 +53,16 @@ def find_chunk(table_ptr, slot, D, T, CHUNK: tl.constexpr):
 def find_document(table_ptr, d, T, CHUNK: tl.constexpr):
     """Return a document's range of tokens, the slot of its first chunk, and whether offsets are wrong."""
     if table_ptr is None:
-        return d * T, (d + 1) * T, d * tl.cdiv(T, CHUNK), 0
-    start = tl.load(table_ptr + d * 4)
-    return start, tl.load(table_ptr + d * 4 + 1), start // CHUNK + d, tl.load(table_ptr + d * 4 + 2)
+        start = d * T
+        stop = start + T
+        slot = d * tl.cdiv(T, CHUNK)
+        wrong = 0
+    else:
+        start = tl.load(table_ptr + d * 4)
+        stop = tl.load(table_ptr + d * 4 + 1)
+        slot = start // CHUNK + d
+        wrong = tl.load(table_ptr + d * 4 + 2)
+    return start, stop, slot, wrong
 
 
 # One program writes the entries of a document and of its chunks.
@@ -109,15 +116,15 @@ def _invert(b, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
         row += tl.sum(row[:, :, None] * d, 1)
         d = tl.where(r == n, row[:, None, :], d)
     d = tl.reshape(tl.where(own, d[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    if CHUNK == BLOCK:
-        return d
-    i = tl.arange(0, CHUNK)
-    b = tl.where((i // BLOCK)[:, None] > (i // BLOCK)[None, :], b, 0.0)
-    n = tl.dot(d, b, b, input_precision=PRECISION)
-    if CHUNK > 2 * BLOCK:
-        square = tl.dot(n, n, input_precision=PRECISION)
-        d = tl.dot(square, d, d + square, input_precision=PRECISION)
-    return d - n - tl.dot(n, d, input_precision=PRECISION)
+    if CHUNK > BLOCK:
+        i = tl.arange(0, CHUNK)
+        b = tl.where((i // BLOCK)[:, None] > (i // BLOCK)[None, :], b, 0.0)
+        n = tl.dot(d, b, b, input_precision=PRECISION)
+        if CHUNK > 2 * BLOCK:
+            square = tl.dot(n, n, input_precision=PRECISION)
+            d = tl.dot(square, d, d + square, input_precision=PRECISION)
+        d = d - n - tl.dot(n, d, input_precision=PRECISION)
+    return d
 
 
 # One program makes the matrices and the factors of a chunk for head h, whose key head is h // N.

@@ -19,9 +19,10 @@ from tigon.ops.gated_delta_rule.chunks import find_chunk, load_square, load_tile
 @jit
 def _load_norms(factors_ptr, plane, own, stride, live, CHUNK: tl.constexpr, NORMALIZE: tl.constexpr):
     """Load 1/norm of the keys, plane 4, or of the queries, plane 5; ones without normalisation."""
-    if not NORMALIZE:
-        return tl.full((CHUNK,), 1.0, tl.float32)
-    return tl.load(factors_ptr + plane * stride + own, mask=live, other=1.0)
+    norms = tl.full((CHUNK,), 1.0, tl.float32)
+    if NORMALIZE:
+        norms = tl.load(factors_ptr + plane * stride + own, mask=live, other=1.0)
+    return norms
 
 
 # One program owns a chunk of key head `group`, and walks through the head's N value heads in their order.

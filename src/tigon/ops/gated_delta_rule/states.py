@@ -40,7 +40,8 @@ def _states_kernel(
     at_d, inside = _at_state(d, h, first, H, K, V, BLOCK_K, BLOCK_V)
     if initial_ptr is not None:
         S += tl.load(initial_ptr + at_d, mask=inside, other=0.0).to(tl.float32)
-    S = tl.where(wrong > 0, float("nan"), S)
+    if table_ptr is not None:
+        S = tl.where(wrong > 0, float("nan"), S)
     i = tl.arange(0, CHUNK)
     q_ptr += h // N * stride_qg
     k_ptr += h // N * stride_kg
@@ -102,7 +103,8 @@ def _reverse_kernel(
     at_d, inside = _at_state(d, h, first, H, K, V, BLOCK_K, BLOCK_V)
     if dfinal_ptr is not None:
         dS += tl.load(dfinal_ptr + at_d, mask=inside, other=0.0)
-    dS = tl.where(wrong > 0, float("nan"), dS)
+    if table_ptr is not None:
+        dS = tl.where(wrong > 0, float("nan"), dS)
     i = tl.arange(0, CHUNK)
     column = first + tl.arange(0, BLOCK_V)
     q_ptr += h // N * stride_qg
