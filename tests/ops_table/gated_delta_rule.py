@@ -132,6 +132,7 @@ GATED_DELTA_RULE = Op(
     ),
     # g, beta and the rows' factors are read a number at a time.
     wide_loads=False,
+    spills=8,  # an address, in the kernel for dq
     dtensor="refused",
     replaces=(
         Replaced(
