@@ -236,7 +236,8 @@ def _gated_delta_rule_bwd(
     dq, dk, dv, dg, dbeta, dinitial = (t if wanted else None for t, wanted in zip(results, wants, strict=True))
     length = q.shape[1]
     q, k, v, g, beta, do = _flatten(q, k, v, g, beta, do)
-    call = _Call(q, k, v, g, beta, table, *others[:1], length, *others[1:])
+    documents, scale, normalize = others
+    call = _Call(q, k, v, g, beta, table, documents, length, scale, normalize)
     matrices = _launch_matrices(call)
     initial, dfinal = (None if t is None else t.contiguous() for t in (initial, dfinal))
     # The gradients of q, k, g and beta need x, dx and the states at all chunks, which are not kept from the forward

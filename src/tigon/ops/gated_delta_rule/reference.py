@@ -41,10 +41,10 @@ def gated_delta_rule_reference(
         elif offsets is None:
             o, S = _run_chunks(q_, k_, v_, g_, beta_, S)
         else:
-            parts = [
-                _run_chunks(*(t[:, :, start:stop] for t in (q_, k_, v_, g_, beta_)), S[d : d + 1])
-                for d, (start, stop) in enumerate(pairwise(offsets.tolist()))
-            ]
+            parts = []
+            for d, (start, stop) in enumerate(pairwise(offsets.tolist())):
+                q_d, k_d, v_d, g_d, beta_d = (t[:, :, start:stop] for t in (q_, k_, v_, g_, beta_))
+                parts.append(_run_chunks(q_d, k_d, v_d, g_d, beta_d, S[d : d + 1]))
             o, S = torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts])
         o = o.transpose(1, 2).to(v.dtype).contiguous()
         return (o, S.contiguous()) if return_state else o
