@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,7 @@ def _expect(inputs: Inputs) -> Expected:
         own = [slice(group, group + 1)] * 2 + [heads] * 3
         names = ("q", "k", "v", "g", "beta")
         leaves = [a[name].detach()[:, rows, of].double().requires_grad_() for name, of in zip(names, own, strict=True)]
-        o = gated_delta_rule_reference(*leaves, normalize=True)
+        o: Any = gated_delta_rule_reference(*leaves, normalize=True)
         found = (o.detach(), *torch.autograd.grad(o, leaves, do[:, rows, heads].double()))
         for name, value, of in zip(expected, found, [heads, *own], strict=True):
             expected[name].append(((slice(None), rows, of), value))
