@@ -258,6 +258,37 @@ def test_a_few_tokens(device, triton_backend):
     check_tokens(40, 8, device)
 
 
+def check_chunks(tokens: int, heads: int, width: int, device: torch.device) -> None:
+    """Three documents of very different places in a row: the bits are those of each document alone."""
+    generator = torch.Generator(device).manual_seed(0)
+    few = 70
+    starts = [0, few, tokens - few, tokens]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, tokens, *shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    whole = draw(1, 16), draw(1, 16), draw(heads, width), -draw(heads).abs(), draw(heads).sigmoid()
+
+    def run(first: int, end: int, offsets: list[int]) -> list[Tensor]:
+        leaves = [t[:, first:end].detach().requires_grad_() for t in whole]
+        o = tigon.gated_delta_rule(*leaves, normalize=True, offsets=torch.tensor(offsets, device=device))
+        return [o.detach(), *torch.autograd.grad(o, leaves, whole[2][:, first:end])]
+
+    results = run(0, tokens, starts)
+    for first, end in ((0, few), (tokens - few, tokens)):
+        for got, expected in zip(results, run(first, end, [0, end - first]), strict=True):
+            assert torch.equal(got[:, first:end], expected), first
+
+
+@pytest.mark.gpu
+def test_many_chunks(device, memory, triton_backend):
+    check_chunks(LIMIT // 4096 + 100, 32, 128, device)
+
+
+def test_a_few_chunks(device, triton_backend):
+    check_chunks(150, 2, 16, device)
+
+
 def test_a_few_requests(device, triton_backend):
     check_requests((4, 2, 16), 30000, device)
 
@@ -309,7 +340,7 @@ REDUCED = {"grpo", "distill", "distill_topk"}
 # Kernels see a single tile of tokens at a time, like gated_linear's.
 TILED = {"gated_mlp"}
 # Rows do not repeat a small batch; separate tests are above. Prefixes run through varlen_attention's kernels.
-OF_REQUESTS = {"prefix_attention", "varlen_attention", "causal_conv1d"}
+OF_REQUESTS = {"prefix_attention", "varlen_attention", "causal_conv1d", "gated_delta_rule"}
 # A repeated batch's statistics differ in bits from the small batch's; its own tests have a large batch.
 OF_COLUMNS = {"batch_norm_relu"}
 

@@ -45,6 +45,7 @@ LONG = {
     "search_blocks": "what is searched by what, where it is kept and measured, and what a search says",
     "quantized_embedding": "as embedding_bag",
     "varlen_attention": "as prefix_attention, with offsets and sinks",
+    "gated_delta_rule": "q, k, v with decay and step, the options of transformers, and states and offsets",
     "qk_norm_rope": "six tensors, and the options of rms_norm by their names",
 }
 X = torch.randn(2, 4)

@@ -41,6 +41,7 @@ from tigon.ops.experts.quantized import QuantizedExperts as QuantizedExperts
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu
+from tigon.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.gated_residual import gated_residual as gated_residual
 from tigon.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
