@@ -20,6 +20,7 @@ from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cro
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
 from tigon.ops import fp8 as fp8
 from tigon.ops.add_rms_norm import add_rms_norm as add_rms_norm
+from tigon.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from tigon.ops.cross_entropy import CrossEntropy as CrossEntropy
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy
 from tigon.ops.dequantize_4bit import FourBit as FourBit
@@ -39,6 +40,7 @@ from tigon.ops.gated import swiglu as swiglu
 from tigon.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.gated_residual import gated_residual as gated_residual
+from tigon.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from tigon.ops.group_norm import group_norm as group_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.linear.adapters import lora_linear as lora_linear
