@@ -205,7 +205,7 @@ def exchanged(t: Tensor) -> Tensor:
 
 
 # Results keep the memory order of their input, unlike torch's operators' results: attention takes either.
-IN_ORDER = {"rope", "qk_norm_rope"}
+IN_ORDER = {"rope", "qk_norm_rope", "causal_conv1d"}
 
 
 @EVERY_OP

@@ -32,6 +32,8 @@ MOST = 6
 SHARE = 0.9
 # Functions with more than six parameters, and the reasons.
 LONG = {
+    "causal_conv1d": "the arguments of torch.nn.functional.conv1d, and states and documents on both sides",
+    "gated_rms_norm": "three tensors, the options of rms_norm, and the gate's by Mamba's names",
     "embedding_bag": "the arguments of torch.nn.functional.embedding_bag by their names, and the tables of fields",
     "filtered_topk": "queries, items and k, and what each row has beside its vector",
     "fuse": "which modules, and the kinds of change that a user switches on one by one",

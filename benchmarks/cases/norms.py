@@ -218,6 +218,34 @@ def _make_poly_norm(shape: Shape, dtype: torch.dtype, device: torch.device, igno
     return Inputs(arguments, ("x", "weight", "bias"), ("y",), (dy,))
 
 
+# ----------------------------------------------------------------------------------------------------- gated_rms_norm
+
+
+def _eager_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """As Qwen3-Next writes it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (eager_rms_norm(x, weight) * F.silu(gate.to(wide))).to(x.dtype)
+
+
+def _eager_mamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """As Mamba-2 and Nemotron-H write it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    h = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (-1, 512))
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * h.flatten(-2).to(x.dtype)
+
+
+def _load_fla() -> Callable[..., Any]:
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    return lambda x, gate, weight: rms_norm_gated(x, gate, weight, None, activation="silu", eps=1e-6)
+
+
+def _count_gated_bytes(s: Shape, b: int) -> tuple[int, int]:
+    x = s[0] * s[1]
+    return (3 * x + s[1]) * b, (5 * x + 2 * s[1]) * b
+
+
 OPS = (
     Op(
         name="rms_norm",
@@ -339,6 +367,35 @@ OPS = (
                 overwrites=True,
                 gpu_only=True,
             ),
+        },
+    ),
+    Op(
+        name="gated_rms_norm",
+        shapes=((262144, 128),),
+        extra=((8192, 4096), (17, 128), (262144, 64)),
+        small=((2048, 128),),
+        make=_make_norm("x", "gate"),
+        expect=expect_rows(_eager_gated_rms_norm, rowwise=("x", "gate"), summed=("weight",)),
+        nbytes=_count_gated_bytes,
+        counted=("x, gate, weight → y", "dy, x, gate, weight → dx, dgate, dweight"),
+        implementations={
+            "tigon": Implementation(tigon("gated_rms_norm", eps=1e-6)),
+            **plain(_eager_gated_rms_norm),
+            "fla": Implementation(_load_fla, gpu_only=True, where_installed=True),
+        },
+    ),
+    Op(
+        name="gated_rms_norm-groups",
+        shapes=((8192, 4096), (8192, 8192)),
+        small=((256, 1024),),
+        tiny=(8, 512),
+        make=_make_norm("x", "gate"),
+        expect=expect_rows(_eager_mamba_norm, rowwise=("x", "gate"), summed=("weight",)),
+        nbytes=_count_gated_bytes,
+        counted=("x, gate, weight → y", "dy, x, gate, weight → dx, dgate, dweight"),
+        implementations={
+            "tigon": Implementation(tigon("gated_rms_norm", eps=1e-6, norm_before_gate=False, group_size=512)),
+            **plain(_eager_mamba_norm),
         },
     ),
 )

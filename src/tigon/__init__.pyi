@@ -42,6 +42,7 @@ from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.gated_residual import gated_residual as gated_residual
 from tigon.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from tigon.ops.group_norm import group_norm as group_norm
+from tigon.ops.l2_norm import l2_norm as l2_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.linear.adapters import lora_linear as lora_linear
 from tigon.ops.linear.gated_mlp import gated_mlp as gated_mlp

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 import tigon
-from ops_table.row import ROW, Bad, Case, Op, Replaced, randn
+from ops_table.row import ROW, Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.add_rms_norm import add_rms_norm_reference
+from tigon.ops.gated_rms_norm import gated_rms_norm_reference
+from tigon.ops.l2_norm import l2_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
 
 
@@ -144,4 +146,116 @@ ADD_RMS_NORM = Op(
         Case("beyond one tile", (100, 20000)),
     ),
     replaces=(Replaced("add_rms_norm(x, residual, weight)", "y, residual", ROW),),
+)
+
+
+def _make_gated_rms_norm(shape, dtype, generator, gate=True, gate_dtype=None, **inputs):
+    x, w = _make_rms_norm(shape, dtype, generator, **inputs)
+    return x, randn(tuple(x.shape), gate_dtype or dtype, generator) if gate else None, w
+
+
+def eager_gated_rms_norm(
+    x, gate, weight=None, *, eps=None, offset=0.0, cast="llama", act="silu", norm_before_gate=True, group_size=None
+):
+    """Qwen3NextRMSNormGated, KimiLinearRMSNormGated, MambaRMSNormGated and, without a gate, Qwen4ExpTextRMSNorm, as in
+    transformers."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm_before_gate = norm_before_gate or gate is None
+    a = 1.0 if gate is None else getattr(torch.nn.functional, act)(gate.to(wide))
+    h = x.to(wide) if norm_before_gate else x.to(wide) * a
+    h = h if group_size is None else h.unflatten(-1, (-1, group_size))
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + (torch.finfo(wide).eps if eps is None else eps))
+    h = h.reshape(x.shape)
+    if cast == "llama":
+        h = h.to(x.dtype)
+        h = h if weight is None else weight * h
+    elif weight is not None:
+        h = (weight.to(wide) + offset) * h
+    if norm_before_gate and gate is not None:
+        return (h * a).to(x.dtype)
+    if cast == "llama":
+        return h
+    return h.to(x.dtype if weight is None or cast == "gemma" else torch.promote_types(x.dtype, weight.dtype))
+
+
+def _bad_gate(*arguments, **options):
+    return {"inputs": lambda: arguments, "options": options}
+
+
+_X = torch.ones(2, 8)
+_GATED = {**ROW, "gate": sample(8, 3).t(), "F": torch.nn.functional, "n": 4}
+_MAMBA = {"norm_before_gate": False, "group_size": 24}
+GATED_RMS_NORM = Op(
+    name="gated_rms_norm",
+    public=tigon.gated_rms_norm,
+    reference=gated_rms_norm_reference,
+    eager=eager_gated_rms_norm,
+    make=_make_gated_rms_norm,
+    cases=(
+        Case("masked", (3, 5, 100), draws=2),
+        Case("least", (1, 1), {"eps": 0.5}, draws=64),
+        Case("sigmoid rounded once", (7, 40), {"act": "sigmoid", "cast": "gemma"}, draws=2),
+        Case("gate first in groups", (5, 72), _MAMBA, draws=4),
+        Case("gate first and fp32 weight", (7, 48), _MAMBA, {"weight_dtype": torch.float32}, draws=4),
+        Case("norm first in groups", (9, 48), {"group_size": 24, "cast": "none"}, {"gate_dtype": torch.float32}),
+        Case("more tiles than programs", (150, 256)),
+        Case("groups without a gate", (5, 72), {**_GEMMA, "group_size": 24}, {"gate": False, "around": 0.0}, draws=2),
+        Case("beyond one tile", (2, 8200), {"norm_before_gate": False}),
+        Case("no weight", (7, 40), {}, {"weight": False}, draws=2),
+        Case("heads of a packed projection", (2, 5, 3, 24), {}, {"view": "heads"}),
+    ),
+    empty=((0, 8), (2, 0), (3, 0, 8)),
+    bad=(
+        Bad(
+            message=r"gated_rms_norm: x must be \(\.\.\., N\) floats, got \(2,\) torch.int32",
+            **_bad_gate(_X[0, :2].int(), _X),
+        ),
+        Bad(message=r"gate must be floats of x's shape \(2, 8\) on cpu, got \(2, 4\)", **_bad_gate(_X, _X[:, :4])),
+        Bad(message=r"weight must be \(8,\) floats, .*, got \(2, 8\)", **_bad_gate(_X, _X, _X)),
+        Bad(message=r"cast must be one of .*got 'lama'", **_bad_gate(_X, _X, cast="lama")),
+        Bad(message=r"act must be one of .*got 'swish', which is called 'silu' here", **_bad_gate(_X, _X, act="swish")),
+        Bad(message=r"group_size must divide 8, .*, got 3", **_bad_gate(_X, _X, group_size=3)),
+    ),
+    launches=("gated_rms_norm_fwd", "gated_rms_norm_bwd"),
+    spills=96,  # for the widest group, in the backward
+    models=(
+        Case("Qwen3-Next heads", (8192 * 32, 128)),
+        Case("Nemotron-H groups", (8192, 8192), {"norm_before_gate": False, "group_size": 1024}),
+        Case("Bamba", (8192, 8192), {"norm_before_gate": False}),
+        Case("Kimi Linear heads", (8192 * 32, 128), {"act": "sigmoid", "cast": "gemma"}),
+        Case("fp32 weight", (8192, 4096), {}, {"weight_dtype": torch.float32}),
+    ),
+    large=(
+        Case("a row a tile", (1000, 4096), {"norm_before_gate": False}, {"weight_dtype": torch.float32}),
+        Case("rows share tiles", (10000, 100)),
+    ),
+    replaces=(
+        Replaced("gated_rms_norm(x, gate, weight, eps=eps)", "y", _GATED),
+        Replaced("gated_rms_norm(x, gate, weight, eps=eps, norm_before_gate=False, group_size=n)", "y", _GATED, (1,)),
+    ),
+)
+
+
+def _eager_l2_norm(x, *, eps=1e-6):
+    """l2norm, as in transformers' gated delta nets."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+L2_NORM = Op(
+    name="l2_norm",
+    public=tigon.l2_norm,
+    reference=l2_norm_reference,
+    eager=_eager_l2_norm,
+    make=lambda *arguments, **inputs: _make_rms_norm(*arguments, weight=False, **inputs)[:1],
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), {"eps": 0.5}, draws=64),
+        Case("beyond one tile", (2, 16390)),
+        Case("heads of a packed projection", (2, 5, 3, 24), {}, {"view": "heads"}),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(Bad(lambda: (torch.ones(2).int(),), r"l2_norm: x must be \(\.\.\., N\) floats, got \(2,\) torch.int32"),),
+    launches=("rms_norm_fwd", "rms_norm_bwd"),
+    models=(Case("Qwen3-Next heads", (8, 1024, 16, 128)),),
+    replaces=(Replaced("l2_norm(x, eps=eps)", "y", ROW),),
 )

@@ -59,7 +59,7 @@ def rms_norm(
         weight: (N,), or None for no scale.
         eps: added to the mean square, in squared units of x. None, as in torch: the machine epsilon of fp32, 1.2e-7, or
             of fp64 for fp64.
-        offset: added to weight; Gemma stores weight − 1 and uses 1.0.
+        offset: added to weight; Gemma stores weight − 1 and uses 1.0. Without a weight, unless 0, the factor itself.
         cast: where the result is rounded, as the model families write it:
             "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x and weight.
             "gemma"  everything in fp32, rounded once, to x's dtype. Also what torch.nn.RMSNorm does.
@@ -115,6 +115,8 @@ def rms_norm_reference(
         # At least fp32: bf16 + offset would be rounded before the scaling. An fp64 weight stays fp64.
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
+    elif offset:
+        y = y * offset
     return in_order(y.to(_out_dtype(x.dtype, weight, cast)), x)
 
 
@@ -131,7 +133,8 @@ def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dt
 #   x, r     input and optional residual, (M, N); row i starts at (i // inner) · stride_o + (i % inner) · stride_i, with
 #            separate strides for x (xo, xi) and r (ro, ri)
 #   s, y     rounded sum x + r, and its norm; dense, row i starts at i · N
-#   w        weight (N,) or None; offset is added in fp32, since bf16 1 + w would drop most bits of a small w
+#   w        weight (N,) or None; offset is added in fp32, since bf16 1 + w would drop most bits of a small w. Without
+#            a weight it is the factor
 #   rstd     None, or (M,): saved only for rows too wide for the backward to recompute beside dW
 #   ROUND    Llama's order: x · rstd is rounded to x's dtype before the weight scales it
 @jit
@@ -162,6 +165,8 @@ def _rms_norm_fwd_kernel(
         y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
         y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+    else:
+        y = y * offset
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -206,6 +211,8 @@ def _rms_norm_bwd_kernel(
             if RELOAD:
                 w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
             wdy = dy * w[None, :]
+        else:
+            wdy = dy * offset
         if rstd_ptr is None:
             # Sum wdy · x and not wdy · xhat: rstd is unknown until the sum of squares, and a single exchange between
             # warps then serves both sums.
@@ -272,6 +279,8 @@ def _rms_norm_wide_fwd_kernel(
             y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
         if w_ptr is not None:
             y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+        else:
+            y = y * offset
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -296,6 +305,8 @@ def _rms_norm_wide_dx_kernel(
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if w_ptr is not None:
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+        else:
+            dy = dy * offset
         products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     mean = tl.sum(products, 0) * rstd * rstd / N
     for start in range(0, N, BLOCK_N):
@@ -303,6 +314,8 @@ def _rms_norm_wide_dx_kernel(
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if w_ptr is not None:
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+        else:
+            dy = dy * offset
         dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
         if ds_ptr is not None:
             dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -407,6 +420,7 @@ def _forward(
     M = y.numel() // N if N else 0
     if M == 0:
         return
+    offset = offset or 1.0 if weight is None else offset
     # Walk rows in the output's memory order, so that stores are contiguous.
     order = memory_order(y)
     x, *strides = row_groups(x, order)
@@ -449,6 +463,7 @@ def _rms_norm_bwd(
     M = x.numel() // N if N else 0
     if M == 0:
         return dx, dw.zero_()
+    offset = offset or 1.0 if weight is None else offset
     order = None if x.is_contiguous() else memory_order(dx if need_dx else empty_rows(x))
     x, *strides = row_groups(x, order)
     dy, *strides_dy = row_groups(dy, order)

@@ -15,6 +15,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -287,8 +288,25 @@ class _Body:
         return "is_autocast_enabled" in names and not any(self._loaded_names(n) for n in range(start, end))
 
     def _asks_rank(self, start: int, end: int) -> bool:
-        names = {i.argval for i in self.instructions[start:end] if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-        return bool(names) and names <= {"dim", "ndim"}
+        condition = self.instructions[start:end]
+        names = {i.argval for i in condition if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        if names == {"shape"}:  # len(x.shape)
+            called = [j.opname for i, j in pairwise(condition) if i.argval == "shape"]
+            known = {i.argval for i in condition if i.opname == "LOAD_GLOBAL"}
+            return known == {"len"} and all(name in ("PRECALL", "CALL") for name in called)
+        if not names:  # ndim = x.ndim, and later ndim == 2
+            loaded = {name for n in range(start, end) for name in self._loaded_names(n)}
+            return bool(loaded) and loaded <= self._list_ranks()
+        return names <= {"dim", "ndim"}
+
+    def _list_ranks(self) -> set[str]:
+        """The local names that hold x.ndim wherever they are stored."""
+        stores = [(name, n) for n in range(1, len(self.instructions)) for name in self._stored_names(n)]
+        kept = ("LOAD_ATTR", "ndim")
+        others = {
+            name for name, n in stores if (self.instructions[n - 1].opname, self.instructions[n - 1].argval) != kept
+        }
+        return {name for name, _ in stores} - others
 
     def _names_in_loops(self) -> set[str]:
         names: set[str] = set()

@@ -19,7 +19,8 @@ from tigon.fusion.parts.head_norm import HeadNorm
 from tigon.fusion.parts.norm_formula import Norm, find_formula
 from tigon.fusion.parts.sharded_rows import is_dtensor, on_own_rows, rows_are_whole
 from tigon.kernels import autocast_dtype
-from tigon.ops.gated import fit_each_other, swiglu
+from tigon.ops.gated import swiglu
+from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.rms_norm import rms_norm
 
@@ -36,7 +37,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if (
         not patch.ledger.active
         or kwargs
-        or len(args) != 1 + formula.gated
+        or len(args) != 1 + (formula.gate is not None)
         or is_functorch_active()
         or not patch.still_holds(self)
     ):
@@ -47,12 +48,19 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
         patch.ledger.count_fallback("norm", patch.key, _why_unfit(x, weight, formula))
         return plain_forward(self, *args)
-    if formula.gated and not (isinstance(args[1], Tensor) and fit_each_other(args[1], x)):
+    if formula.gate is not None and not _gate_fits(args[1], x, formula):
         return plain_forward(self, *args)
-    if patch.is_head_norm and weight is not None and x.dim() == 4 and patch.is_entire_call(self):
+    if (
+        patch.is_head_norm
+        and weight is not None
+        and len(args) == 1
+        and formula.group_size is None
+        and x.dim() == 4
+        and patch.is_entire_call(self)
+    ):
         return HeadNorm(x, weight, formula.form(self), patch)
     split = is_dtensor(x) or is_dtensor(weight)
-    if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
+    if split and not (is_dtensor(x) and len(args) == 1 and rows_are_whole(x, weight, bias)):
         return plain_forward(self, *args)
     patch.ledger.count("norm", patch.key)
     if formula.centered:
@@ -60,6 +68,12 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             weight = weight + formula.offset
         norm: Callable[..., Tensor] = functools.partial(layer_norm, eps=formula.form(self).eps)
         inputs: tuple[Tensor | None, ...] = x, weight, bias
+    elif formula.gate is not None:
+        norm = functools.partial(gated_rms_norm, **formula.form(self).options, **formula.gating)
+        inputs = x, args[1], weight
+    elif formula.group_size is not None:
+        norm = functools.partial(_norm_groups, **formula.form(self).options, **formula.gating)
+        inputs = x, weight
     else:
         norm = functools.partial(rms_norm, **formula.form(self).options)
         inputs = x, weight
@@ -68,11 +82,21 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     y = on_own_rows(norm, *inputs) if split else norm(*inputs)
     if not split and patch.is_entire_call(self):  # hooks on the norm may gather and free the weight
         patch.ledger.recompute.note(y, norm, *inputs)
-    return swiglu(args[1], y) if formula.gated else y
+    return swiglu(args[1], y) if formula.centered and formula.gate is not None else y
+
+
+def _norm_groups(x: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
+    return gated_rms_norm(x, None, weight, **options)
 
 
 def _with_bias(norm: Callable[..., Tensor], x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
     return norm(x, weight) + bias
+
+
+def _gate_fits(gate: Any, x: Tensor, formula: Norm) -> bool:
+    if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device or is_dtensor(gate):
+        return False
+    return gate.dtype == x.dtype or (formula.wide and x.dtype == torch.float32 and gate.dtype in DTYPES)
 
 
 def _why_unfit(x: Any, weight: Tensor | None, formula: Norm) -> str:
@@ -92,8 +116,10 @@ def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype |
         return False
     if weight is None:
         return formula.width in (None, x.shape[-1])
-    if weight.dtype != (dtype or x.dtype) and not (formula.mixed and weight.dtype == torch.float32):
-        return False
+    if weight.dtype != (dtype or x.dtype):
+        mixed = formula.mixed and weight.dtype == torch.float32
+        if not mixed and not (formula.wide and x.dtype == torch.float32 and weight.dtype in DTYPES):
+            return False
     return weight.device == x.device and weight.shape == x.shape[-1:]
 
 
@@ -103,7 +129,9 @@ def is_rms_norm(norm: Any) -> bool:
     formula = getattr(patch, "formula", None)
     if not isinstance(formula, Norm) or formula.centered or formula.bias is not None:
         return False
-    return not formula.gated and not formula.stepwise  # stepwise: under autocast the result is fp32
+    if formula.gate is not None or formula.group_size is not None:
+        return False
+    return not formula.stepwise  # stepwise: under autocast the result is fp32
 
 
 register(ModulePart("norm", recognize_norm, norm_forward))

@@ -14,6 +14,7 @@ from tigon.fusion.engine.probe import build_probe, get_full_shape, run
 
 # Row magnitudes from which eps is read: for any eps from 1e-24 to 1, some magnitude is near the root.
 _SIZES = torch.logspace(-12, 0, 25, dtype=torch.float64)
+SILU_IS_ONE = 1.2784645  # a gate with this number changes nothing, whether it comes before the norm or after it
 _CLOSE = 2e-6  # how near, relatively, an eps measured on fp32 results lies to the eps in the code
 
 
@@ -23,10 +24,12 @@ class Look:
 
     eps: the number added to the mean square, approximately; 0 if rows of any magnitude give the same result.
     centered: adding a number to all elements in a row changes no result.
+    group_size: how many numbers are normed together; None for whole rows.
     """
 
     eps: float
     centered: bool
+    group_size: int | None = None
 
     def is_near(self, eps: float) -> bool:
         return abs(eps - self.eps) <= 100 * _CLOSE * self.eps
@@ -55,15 +58,18 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
     A norm's results are odd in the row, apart from a bias, do not depend on a large row's magnitude, and each
     element depends on the others.
     """
-    x = _rows(width)
     probe = build_probe(
         module, {k: torch.ones(get_full_shape(p)) for k, p in module._parameters.items() if p is not None}
     )
     probe.training = False
+    group_size = _find_group(probe, width, gated)
+    groups, width = (1, width) if group_size is None else (width // group_size, group_size)
+    x = _rows(width).repeat(1, 1, groups)
     # A clone: the module may write into the input.
-    y = run(probe, x.clone(), torch.ones_like(x)) if gated else run(probe, x.clone())
+    y = run(probe, x.clone(), torch.full_like(x, SILU_IS_ONE)) if gated else run(probe, x.clone())
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not bool(torch.isfinite(y).all()):
         return None
+    y = y[..., :width]
     bias = (y[0, 1] + y[0, 2]).double() / 2
     ten, large, _, changed, negative, shifted, *small = (y[0].double() - bias).unbind()
     scale = float(large.abs().max())
@@ -83,7 +89,20 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
     if not 0 < share < 1.01:
         return None
     eps = 0.0 if share > 1 - 1e-5 else float(_SIZES[at]) ** 2 * (share**-2 - 1)
-    return Look(eps, is_same(shifted, large))
+    return Look(eps, is_same(shifted, large), group_size)
+
+
+def _find_group(probe: nn.Module, width: int, gated: bool) -> int | None:
+    """How many of a row's numbers, from the first on, depend on the first; None for all, or if that is no group."""
+    x = torch.randn(1, 2, width, generator=torch.Generator().manual_seed(0))
+    x[0, 1] = x[0, 0]
+    x[0, 1, 0] += 10
+    y = run(probe, x, torch.ones_like(x)) if gated else run(probe, x.clone())
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return None
+    changed = y[0, 0] != y[0, 1]
+    size = int(changed.sum())
+    return size if 1 < size < width and width % size == 0 and bool(changed[:size].all()) else None
 
 
 def list_epsilons(module: nn.Module, look: Look) -> list[str | float]:

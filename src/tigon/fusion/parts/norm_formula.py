@@ -27,6 +27,7 @@ from tigon.fusion.engine.probe import (
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.norm_eps import Look, list_epsilons, look_at
 from tigon.ops.gated import gated_reference
+from tigon.ops.gated_rms_norm import gated_rms_norm_reference
 from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
 
@@ -43,14 +44,25 @@ class RMSForm(NamedTuple):
         return {"eps": self.eps, "offset": self.offset, "cast": self.cast}  # five times faster than _asdict
 
 
+class Gate(NamedTuple):
+    """How a second input gates a norm: by act(gate), after the norm or before it."""
+
+    act: str = "silu"
+    norm_before_gate: bool = True
+
+
 @dataclass(frozen=True)
 class Norm:
     """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it. If `centered`: the same for
-    x − mean(x), plus bias, as `tigon.layer_norm` computes it. If `gated`: the result times silu(gate), a second input.
+    x − mean(x), plus bias, as `tigon.layer_norm` computes it. With `gate`: as `tigon.gated_rms_norm` computes it from x
+    and a second input; if `centered`, the result times silu(gate).
+
+    group_size: how many numbers of a row are normed together; None for the whole row.
 
     weight, bias, eps: the module's attribute names; None for a norm without them. eps is a number if no attribute
         holds eps.
     mixed: the formula also holds for an fp32 weight beside a narrower x.
+    wide: it also holds for an fp32 x beside a narrower weight and gate.
     native: the module calls operations that autocast runs in fp32, so that under autocast the result is fp32.
     width: the only width that a norm without weight accepts.
     ranks: the numbers of dimensions of x for which probes showed the formula.
@@ -67,7 +79,9 @@ class Norm:
     width: int | None = None
     centered: bool = False
     bias: str | None = None
-    gated: bool = False
+    gate: Gate | None = None
+    group_size: int | None = None
+    wide: bool = False
     ranks: tuple[int, ...] = ()
     stepwise: bool = False
     # How many results with the model's width each call gives to `Recompute.note`.
@@ -81,6 +95,12 @@ class Norm:
         """A module's RMSForm, with the present eps."""
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         return RMSForm(eps, self.offset, self.cast)
+
+    @property
+    def gating(self) -> dict[str, Any]:
+        """The options of `tigon.gated_rms_norm` beside those of `form`."""
+        gate = self.gate or Gate()
+        return {"act": gate.act, "norm_before_gate": gate.norm_before_gate, "group_size": self.group_size}
 
     @property
     def live(self) -> tuple[str | float | None, ...]:
@@ -98,8 +118,13 @@ class Norm:
     def equation(self) -> str:
         weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
         bias = "" if self.bias is None else " + b"
-        gate = " · silu(gate)" if self.gated else ""
-        return f"{'(x − mean) / std' if self.centered else 'x / rms(x)'}{weight}{bias}{gate}"
+        normed = "(x − mean) / std" if self.centered else "x / rms(x)"
+        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        if self.gate is None:
+            return f"{normed}{weight}{bias}{groups}"
+        if self.gate.norm_before_gate:
+            return f"{normed}{weight}{bias} · {self.gate.act}(gate){groups}"
+        return f"h / rms(h){weight}, h = x · {self.gate.act}(gate){groups}"
 
 
 # Ranks to probe. A norm over a dimension other than the last, or counted from the first, differs in some rank.
@@ -115,7 +140,8 @@ ANOTHER_IN_16_BITS = Reason(
     "compute the norm on x.float(), and round the result once with .to(x.dtype)",
 )
 GATE_FORMULA = Reason(
-    "its second input does not multiply the normed rows by silu(gate), the only such formula in Tigon"
+    "its second input gates the rows by another formula than those of tigon.gated_rms_norm",
+    "x / rms(x) · w · act(gate), and the norm of x · act(gate), for silu and sigmoid, are fused",
 )
 
 
@@ -147,16 +173,32 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         gated, look = False, look_at(module, widths[0])
         width = widths[0]
     if look is None:
-        buffers = next(module.buffers(), None) is not None
-        text = "it has additional modules or buffers" if buffers else "it does not norm each row by itself"
-        return Reason(text) if named else None
-    if next(module.buffers(), None) is not None:
+        return _explain_no_norm(module, widths[0], gated) if named else None
+    if _reads_buffers(module):
         return Reason("it has additional buffers", "make its weight a parameter, and its eps a number")
     if len(shapes) > 2:
         return Reason("it has more parameters than a weight and a bias")
     if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in parameters.values()):
         return Reason("its weight is not a vector", "use a 1-d weight with the size of a row")
     return _select_formula(module, look, list(parameters), width, gated)
+
+
+def _explain_no_norm(module: nn.Module, width: int, gated: bool) -> Reason:
+    if next(module.buffers(), None) is not None:
+        return Reason("it has additional modules or buffers")
+    x = torch.randn(1, 2, width, generator=torch.Generator().manual_seed(0))
+    y = run(build_probe(module, {}), x, x) if gated else run(build_probe(module, {}), x)
+    if isinstance(y, tuple):
+        return Reason("it norms several inputs at once")
+    if isinstance(y, Tensor) and y.shape == (1, 2, 1):
+        return Reason("it gives 1 / rms(x) alone, which other code multiplies its rows by")
+    return Reason("it does not norm each row by itself")
+
+
+def _reads_buffers(module: nn.Module) -> bool:
+    """Whether the forward may read a buffer; a dummy weight, which imitates another class, is not read."""
+    names = getattr(analyze_forward(module), "names", None)
+    return any(names is None or name in names for name in module._buffers)
 
 
 def _takes_two_arguments(module: nn.Module) -> bool:
@@ -174,8 +216,8 @@ def _select_formula(module: nn.Module, look: Look, names: list[str], width: int,
     fixed = None if names or width == FREE_WIDTH else width
     native = _calls_torch_norm(module)
     for eps in list_epsilons(module, look):
-        for formula in _list_norms(names, eps, fixed, look.centered, native):
-            formula = replace(formula, gated=gated)
+        candidates = _list_norms(names, eps, fixed, look.centered, native)
+        for formula in _list_gated(candidates, look.group_size, gated):
             if not _is_norm(module, formula, width, dtypes=FP32):
                 continue
             fits_fp32 = fits_fp32 or formula
@@ -188,11 +230,12 @@ def _select_formula(module: nn.Module, look: Look, names: list[str], width: int,
             if not all(_is_norm(module, formula, width, case=case) for case in CASES):
                 continue
             # On a GPU torch's layer norm refuses an fp32 weight beside a narrower x, and swiglu refuses an fp32 factor.
-            one_dtype = gated or formula.stepwise or (formula.centered and formula.native)
+            one_dtype = formula.stepwise or (formula.centered and (gated or formula.native))
             mixed = not one_dtype and (not names or bool(_is_norm(module, formula, width, dtypes=MIXED)))
-            best = replace(formula, mixed=mixed)
+            wide = gated and not one_dtype and bool(_is_norm(module, formula, width, dtypes=WIDE))
+            best = replace(formula, mixed=mixed, wide=wide)
             # "gemma" and "none" differ only for unlike dtypes.
-            if mixed or formula.centered or gated or formula.stepwise:
+            if mixed or formula.centered or formula.stepwise:
                 return best
         if best is not None:
             return best
@@ -243,8 +286,23 @@ def _list_norms(
             yield Norm(weight, eps, offset, cast, False, native or stepwise, width, centered, bias, stepwise=stepwise)
 
 
+GATES = tuple(itertools.starmap(Gate, itertools.product(("silu", "sigmoid"), (True, False))))
+
+
+def _list_gated(norms: Iterator[Norm], group_size: int | None, gated: bool) -> Iterator[Norm]:
+    """Each norm in groups, with each gate that Tigon computes."""
+    for norm in norms:
+        if group_size is None and not gated:
+            yield norm
+        elif norm.centered and group_size is None:
+            yield replace(norm, gate=Gate())
+        elif not norm.centered and norm.bias is None:
+            for gate in GATES if gated else (None,):
+                yield replace(norm, gate=gate, group_size=group_size)
+
+
 FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2  # dtypes for x, and for weight and bias
-MIXED = (torch.bfloat16, torch.float32)
+MIXED, WIDE = (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)
 
 
 def _is_norm(
@@ -285,21 +343,21 @@ def _is_norm(
         if value is not None and isinstance(eps, str):
             vars(probe)[eps] = value
         added = getattr(probe, eps) if isinstance(eps, str) else eps
-        gate = torch.randn(typed.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
-        gate.requires_grad_(typed.requires_grad)
+        gate = None
+        if formula.gate is not None:
+            gate = torch.randn(typed.shape, generator=torch.Generator().manual_seed(1))
+            gate = gate.to(min(x_dtype, w_dtype, key=lambda dtype: dtype.itemsize)).requires_grad_(typed.requires_grad)
         with torch.set_grad_enabled(case is not None and case.gradients):
-            y = run(probe, typed, gate) if formula.gated else run(probe, typed)
+            y = run(probe, typed) if gate is None else run(probe, typed, gate)
         if y is None:
             return x_dtype == torch.float16 or None  # some torch functions lack fp16 on a CPU
         with torch.set_grad_enabled(case is not None and case.gradients):
-            expected, size = _evaluate(formula, typed, weight, bias, added)
-            if formula.gated:
-                expected = gated_reference(gate, expected, "silu")
+            expected, size = _evaluate(formula, typed, weight, bias, added, gate)
         # Without a weight there is a single formula, and the module may round 1 / rms(x) first. Other dtypes have told
         # the formula by roundings already; in fp16 the difference's magnitude decides.
         roundings = 0 if weights and x_dtype != torch.float16 else 2
         roundings = STEPS if formula.stepwise else roundings
-        leaves = [t for t in (typed, weight, bias, *((gate,) if formula.gated else ())) if t is not None]
+        leaves = [t for t in (typed, weight, bias, gate) if t is not None]
         if case is None:
             agrees = same_numbers(y, expected, roundings=roundings, size=size)
             agrees = agrees and (
@@ -317,7 +375,7 @@ def _is_no_worse(
     formula: Norm, y: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor | None], eps: float
 ) -> bool:
     """Whether Tigon's result is as near to the exact result as y, which the module has rounded at every step."""
-    if formula.gated or y.dtype == torch.float32:
+    if formula.gate is not None or y.dtype == torch.float32:
         return True
     x, weight, bias = (t if t is None else t.float() for t in inputs)
     exact = _evaluate(formula, x, weight, bias, eps)[0]  # type: ignore[arg-type]  # x is there
@@ -326,9 +384,12 @@ def _is_no_worse(
 
 
 def _evaluate(
-    formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The formula's result, and the numbers that the roundings are relative to (None: the result itself)."""
+    if not formula.centered and (formula.gate is not None or formula.group_size is not None):
+        form = RMSForm(eps, formula.offset, formula.cast)
+        return gated_rms_norm_reference(x, gate, weight, **form.options, **formula.gating), None
     if not formula.centered:
         y = rms_norm_reference(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
         if bias is None:
@@ -343,4 +404,5 @@ def _evaluate(
         size = wide.abs() + wide.mean(-1, keepdim=True).abs()
         size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + eps)
         size = size * (1.0 if scale is None else scale.float().abs()) + (0.0 if bias is None else bias.float().abs())
-    return layer_norm_reference(x, scale, bias, eps=eps), size
+    y = layer_norm_reference(x, scale, bias, eps=eps)
+    return y if gate is None else gated_reference(gate, y, "silu"), size

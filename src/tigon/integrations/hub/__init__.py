@@ -22,7 +22,7 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.mlp import Gated, recognize_mlp
 from tigon.fusion.parts.norm import recognize_norm
-from tigon.fusion.parts.norm_formula import Norm
+from tigon.fusion.parts.norm_formula import Gate, Norm
 from tigon.fusion.parts.rotary_formula import Rotary, Turn, recognize_rotary
 from tigon.install import install
 from tigon.integrations.hub.layers import LAYERS, NORMS, ROTARY
@@ -124,7 +124,9 @@ def _layer_for(module: nn.Module) -> str | None:
         eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"  # as layers.py reads it
         if norm.centered or norm.weight != "weight" or norm.eps != eps or norm.native:
             return None
-        return NORMS.get((norm.offset, norm.cast, norm.gated))
+        if norm.group_size is not None or norm.gate not in (None, Gate()):
+            return None
+        return NORMS.get((norm.offset, norm.cast, norm.gate is not None))
     mlp = recognize_mlp(module) if norm is None or isinstance(norm, Reason) else None
     if isinstance(mlp, Gated):
         plain = Gated("gate_proj", "up_proj", "down_proj", mlp.act, mlp.act_module)

@@ -13,15 +13,15 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from tigon.kernels import check_tensors
+from tigon.kernels import check_tensors, use_triton
+from tigon.ops.causal_conv1d.launches import causal_conv1d_launch
 from tigon.ops.causal_conv1d.reference import causal_conv1d_reference
 from tigon.ops.example import Example
-from tigon.ops.offsets import check_offsets
+from tigon.ops.offsets import check_offsets, find_documents
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
 
-# The taps that the kernels keep in registers.
-WIDTHS = range(2, 9)
+MOST_TAPS = 8  # that the kernels keep in registers
 
 
 @overload
@@ -76,8 +76,13 @@ def causal_conv1d(
         y = F.silu(y)
     """
     _check(x, weight, bias, activation, initial_state, offsets)
-    options: dict[str, Any] = {"initial_state": initial_state, "offsets": offsets, "return_state": return_state}
-    return causal_conv1d_reference(x, weight, bias, activation=activation, **options)
+    if not use_triton(x, weight, bias, initial_state):
+        options: dict[str, Any] = {"initial_state": initial_state, "offsets": offsets, "return_state": return_state}
+        return causal_conv1d_reference(x, weight, bias, activation=activation, **options)
+    documents = None if offsets is None else find_documents(offsets, x.shape[1])
+    tensors = x, weight, bias, initial_state, offsets, documents
+    y, state = causal_conv1d_launch(*tensors, activation == "silu", return_state)
+    return (y, state) if return_state else y
 
 
 def _check(
@@ -85,13 +90,16 @@ def _check(
     offsets: Tensor | None,
 ) -> None:  # fmt: skip
     check_tensors("causal_conv1d", x=x, weight=weight, bias=bias, initial_state=initial_state)
+    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(f"causal_conv1d: {name} must be a plain tensor, got a DTensor: pass to_local().")
     if x.dim() != 3 or not x.dtype.is_floating_point:
         raise ValueError(f"causal_conv1d: x must be (B, T, C) floats, got {tuple(x.shape)} {x.dtype}.")
     B, T, C = x.shape
-    if weight.dim() != 2 or weight.shape[0] != C or weight.shape[1] not in WIDTHS:
+    if weight.dim() != 2 or weight.shape[0] != C or not 2 <= weight.shape[1] <= MOST_TAPS:
         raise ValueError(
-            f"causal_conv1d: weight must be ({C}, W), a row per channel of x {tuple(x.shape)} with W from "
-            f"{WIDTHS[0]} to {WIDTHS[-1]}, got {tuple(weight.shape)}."
+            f"causal_conv1d: weight must be ({C}, W), a row per channel of x {tuple(x.shape)} with W from 2 "
+            f"to {MOST_TAPS}, got {tuple(weight.shape)}."
         )
     if activation not in (None, "silu"):
         raise ValueError(f"causal_conv1d: activation must be 'silu' or None, got {activation!r}.")

@@ -23,7 +23,7 @@ def causal_conv1d_reference(
     D = offsets.shape[0] - 1
     state = x.new_zeros((D, C, W - 1)) if initial_state is None else initial_state
     # All tokens, and behind them the inputs before each document.
-    inputs = torch.cat((x.reshape(N, C).to(wide), state.to(wide).transpose(1, 2).reshape(-1, C)))
+    inputs = torch.cat((x.reshape(N, C).to(wide), state.to(wide).transpose(1, 2).flatten(0, 1)))
 
     def look(document: Tensor, position: Tensor) -> Tensor:
         """Return a document's inputs at positions; those before the document are negative."""
