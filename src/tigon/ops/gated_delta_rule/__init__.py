@@ -14,8 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors, is_concrete
+from tigon.kernels import check_tensors, is_concrete, use_triton
 from tigon.ops.example import Example
+from tigon.ops.gated_delta_rule.launches import gated_delta_rule_launch
 from tigon.ops.gated_delta_rule.reference import gated_delta_rule_reference, recurrent_gated_delta_rule
 from tigon.ops.targets import CHECKS
 
@@ -67,10 +68,16 @@ def gated_delta_rule(
             o[:, t] = torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5
     """
     _check(q, k, v, g, beta, scale, initial_state, offsets)
-    return gated_delta_rule_reference(
-        q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, offsets=offsets,
-        return_state=return_state,
+    if not use_triton(q, k, v, g, beta, initial_state):
+        return gated_delta_rule_reference(
+            q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, offsets=offsets,
+            return_state=return_state,
+        )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, state = gated_delta_rule_launch(
+        q, k, v, g, beta, initial_state, offsets, scale, bool(normalize), bool(return_state)
     )  # fmt: skip
+    return (o, state) if return_state else o
 
 
 def _check(
@@ -108,8 +115,8 @@ def _check(
     states = (B if offsets is None else offsets.shape[0] - 1, H, K, V)
     if initial_state is not None and initial_state.shape != states:
         raise ValueError(
-            f"gated_delta_rule: initial_state must be {states}, a state per {'sequence' if offsets is None else 'document'}"
-            f" and head, got {tuple(initial_state.shape)}."
+            f"gated_delta_rule: initial_state must be {states}, a state per head of each sequence or document, got "
+            f"{tuple(initial_state.shape)}."
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -118,27 +121,31 @@ def _varlen_tiles(offsets: Tensor, count: SymInt, forward: int, queries: int, ke
     return tiles
 
 
-# By offsets: (address, version, stream, capture), and the tables by row count and sizes. A model's layers share them.
+# By offsets: (address, version, stream, capture), and the tables by what made them. A model's layers share them.
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def find_tiles(offsets: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor:
-    """Return the tables for tiles of `sizes` tokens, (3, rows, 6) int32, in the order of KINDS.
+    """Return the tables for tiles of `sizes` tokens, (3, rows, 6) int32, in the order of KINDS."""
+    return find_tables(offsets, (count, *sizes), lambda: _varlen_tiles(offsets, count, *sizes))
+
+
+def find_tables(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    """Return what `make` makes of offsets, under a key.
 
     Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
     capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
     merges equal calls in its graph.
     """
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
-        return _varlen_tiles(offsets, count, *sizes)
+        return make()
     stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
     state = offsets.data_ptr(), offsets._version, stream, capture
     known, tables = _made.get(offsets, (None, {}))
     if known != state:
         tables = {}
         _made[offsets] = state, tables
-    key = count, *sizes
     if key not in tables:
-        tables[key] = _varlen_tiles(offsets, count, *sizes)
+        tables[key] = make()
     found: Tensor = tables[key]
     return found

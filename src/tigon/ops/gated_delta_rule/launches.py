@@ -1,0 +1,301 @@
+"""Launches for the gated delta rule: the table of chunks, tiles, library ops and autograd."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import Plan, SymInt, cdiv, differentiable, launch, launcher, next_power_of_2, shared_memory
+from tigon.kernels import device as facts
+from tigon.ops.gated_delta_rule.chunks import _chunks_kernel, _matrices_kernel
+from tigon.ops.gated_delta_rule.gradients import _gradients_kernel, _pairs_kernel
+from tigon.ops.gated_delta_rule.states import _reverse_kernel, _states_kernel
+from tigon.ops.varlen_attention.tiles import find_tables
+
+# ------------------------------------------------------------------------------------------------------------ tiles
+
+
+class Tile(NamedTuple):
+    """values: columns of the state that a program owns, or takes at a time. stages: loop rounds in flight."""
+
+    values: int
+    warps: int
+    stages: int
+
+
+# By the wider of K and V, for 16-bit dtypes.
+TILES = {
+    "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 4, 1)},
+    "states": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(32, 4, 2)},
+    "reverse": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(32, 4, 2)},
+    "pairs": {64: Tile(32, 4, 1), 128: Tile(32, 4, 1), 256: Tile(32, 4, 1)},
+    "gradients": {64: Tile(32, 4, 1), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
+}
+# For fp32: three tensor-core products per product and twice the registers.
+TILES_FP32 = {
+    "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 4, 1)},
+    "states": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
+    "reverse": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
+    "pairs": {64: Tile(16, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 4, 1)},
+    "gradients": {64: Tile(16, 4, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
+}
+
+
+def choose_chunk(q: Tensor, v: Tensor) -> int:
+    """Return the tokens in a chunk: as many as a program's registers hold, at most 64."""
+    widest = max(q.shape[-1], v.shape[-1])
+    if q.dtype == torch.float32:
+        return 32 if widest <= 64 else 16
+    return 64 if widest <= 128 else 32
+
+
+def choose_tile(kind: str, q: Tensor, v: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """Return a kernel's blocks, and Triton's options."""
+    widest = max(q.shape[-1], v.shape[-1])
+    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
+    values, warps, stages = (TILES_FP32 if q.dtype == torch.float32 else TILES)[kind][width]
+    chunk, block = choose_chunk(q, v), max(16, next_power_of_2(q.shape[-1]))
+    # What a round of a walk loads must fit in shared memory once per stage, beside the state's operand.
+    loaded = (2 * chunk * (block + chunk) + chunk * values) * q.element_size()
+    while stages > 1 and (stages + 0.5) * loaded > shared_memory(q.device):
+        stages -= 1
+    blocks = {"CHUNK": chunk, "BLOCK_K": block}
+    if values:
+        blocks["BLOCK_V"] = min(values, max(16, next_power_of_2(v.shape[-1])))
+    return blocks, {"num_warps": warps, "num_stages": stages}
+
+
+def _precision(q: Tensor) -> tuple[str, str]:
+    """Return the input precision of products, and of the inverse, whose operands are fp32.
+
+    For fp32 three TF32 products (relative error 2⁻²² each), or AMD's native fp32. For 16-bit dtypes the inverse is
+    rounded to them afterwards, and TF32 is finer than either.
+    """
+    if not facts.limits_registers(q.device):
+        return "ieee", "ieee"
+    return ("tf32x3", "tf32x3") if q.dtype == torch.float32 else ("ieee", "tf32")
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+ENTRIES = 64
+
+
+def _delta_chunks_fake(offsets: Tensor, tokens: SymInt, chunk: int) -> Tensor:
+    # A row for each document; a slot for each full chunk, and for each document's last.
+    documents = offsets.shape[0] - 1
+    return offsets.new_empty((2 * documents + tokens // chunk, 4), dtype=torch.int32)
+
+
+@launcher(_delta_chunks_fake)
+def _delta_chunks(offsets: Tensor, tokens: SymInt, chunk: int) -> Tensor:
+    offsets = offsets.contiguous()
+    table, documents = _delta_chunks_fake(offsets, tokens, chunk), offsets.shape[0] - 1
+
+    def plan() -> Plan:
+        return documents, (documents, tokens, chunk, ENTRIES), {"num_warps": 2}
+
+    launch(_chunks_kernel, (documents, tokens, chunk, offsets.dtype), (offsets, table), plan)
+    return table
+
+
+def gated_delta_rule_launch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, offsets: Tensor | None,
+    scale: float, normalize: bool, return_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the kernels. The state is empty unless return_state."""
+    table = None
+    if offsets is not None:
+        tokens, chunk = q.shape[1], choose_chunk(q, v)
+        table = find_tables(offsets, ("delta", tokens, chunk), lambda: _delta_chunks(offsets, tokens, chunk))
+    documents = q.shape[0] if offsets is None else offsets.shape[0] - 1
+    o, state = _gated_delta_rule(q, k, v, g, beta, initial, table, documents, scale, normalize, return_state)
+    return o, state
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+def _flatten(*tensors: Tensor | None) -> list[Any]:
+    """View (B, T, heads, D) as (B · T, heads, D) with unit stride in D, and copy where strides do not allow a view."""
+    flat = [None if t is None else t.flatten(0, 1) for t in tensors]
+    return [t if t is None or t.dim() < 3 or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in flat]
+
+
+class _Call(NamedTuple):
+    """A call's tensors as rows of tokens, and what all its launches share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    table: Tensor | None
+    documents: int
+    length: int  # tokens per sequence, without a table
+    scale: float
+    normalize: bool
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.v.shape[1], self.v.shape[1] // self.q.shape[1]
+
+    @property
+    def slots(self) -> int:
+        chunk = choose_chunk(self.q, self.v)
+        if self.table is None:
+            return self.documents * cdiv(self.length, chunk)
+        return self.table.shape[0] - self.documents
+
+    def new_states(self) -> Tensor:
+        return self.q.new_empty((self.slots, self.v.shape[1], self.q.shape[2], self.v.shape[2]))
+
+
+def _launch_matrices(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, P and the rows' factors: see chunks.py."""
+    q, k, v, g, beta = call[:5]
+    (H, N), chunk, tokens = call.heads, choose_chunk(q, v), q.shape[0]
+    solve, attend = (q.new_empty((call.slots, H, chunk, chunk)) for _ in range(2))
+    factors = q.new_empty((4, H, tokens), dtype=torch.float32)
+
+    def plan() -> Plan:
+        blocks, options = choose_tile("matrices", q, v)
+        arguments = (
+            call.documents, call.length, tokens, *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(),
+            call.scale, H, N, q.shape[2], call.normalize, *blocks.values(), *_precision(q),
+        )  # fmt: skip
+        return call.slots * H, arguments, options
+
+    if call.slots and tokens:
+        key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, g, beta, call.table))
+        launch(_matrices_kernel, key, (q, k, g, beta, call.table, solve, attend, factors), plan)
+    return solve, attend, factors
+
+
+def _launch_walk(kernel: Any, kind: str, call: _Call, tensors: tuple[Any, ...], rows: Tensor | None) -> None:
+    """Launch a walk through all documents. rows: v or do, the kernel's third tensor."""
+    q, k, v = call[:3]
+    (H, N), (K, V) = call.heads, (q.shape[2], v.shape[2])
+
+    def plan() -> Plan:
+        blocks, options = choose_tile(kind, q, v)
+        arguments = (
+            call.documents, call.length, q.shape[0], *q.stride()[:2], *k.stride()[:2],
+            *((0, 0) if rows is None else rows.stride()[:2]), H, N, K, V, *blocks.values(), _precision(q)[0],
+        )  # fmt: skip
+        return call.documents * H * cdiv(V, blocks["BLOCK_V"]), arguments, options
+
+    if call.documents:
+        key = (call.documents, call.length, _key(q, k, v, rows), tuple(None if t is None else t.dtype for t in tensors))
+        launch(kernel, key, tensors, plan)
+
+
+_OPTIONS = "SymInt documents, float scale, bool normalize"
+
+
+def _gated_delta_rule_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    documents, return_state = others[4], others[-1]
+    shape = (documents, v.shape[2], q.shape[3], v.shape[3]) if return_state else (0,)
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=torch.float32)
+
+
+@launcher(_gated_delta_rule_fwd_fake, rest="Tensor? initial, Tensor? table, " + _OPTIONS + ", bool return_state")
+def _gated_delta_rule_fwd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    initial, table, documents, scale, normalize, return_state = others
+    o, final = _gated_delta_rule_fwd_fake(q, k, v, g, beta, *others)
+    length = q.shape[1]
+    q, k, v, g, beta = _flatten(q, k, v, g, beta)
+    call = _Call(q, k, v, g, beta, table, documents, length, scale, normalize)
+    matrices = _launch_matrices(call)
+    initial = None if initial is None else initial.contiguous()
+    results = o, None, None, final if return_state else None
+    _launch_walk(_states_kernel, "states", call, (q, k, v, *matrices, table, initial, *results), v)
+    return o, final
+
+
+def _gated_delta_rule_bwd_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, table: Tensor | None,
+    do: Tensor | None, dfinal: Tensor | None, wants: list[bool], *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    given = (q, k, v, g, beta, q if initial is None else initial)
+    return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(given, wants, strict=True))
+
+
+@launcher(_gated_delta_rule_bwd_fake, rest=_OPTIONS, results=6)
+def _gated_delta_rule_bwd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, table: Tensor | None,
+    do: Tensor | None, dfinal: Tensor | None, wants: list[bool], *others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """wants: for dq, dk, dv, dg, dbeta and dinitial; unwanted gradients are empty."""
+    results = _gated_delta_rule_bwd_fake(q, k, v, g, beta, initial, table, do, dfinal, wants)
+    dq, dk, dv, dg, dbeta, dinitial = (t if wanted else None for t, wanted in zip(results, wants, strict=True))
+    length = q.shape[1]
+    q, k, v, g, beta, do = _flatten(q, k, v, g, beta, do)
+    call = _Call(q, k, v, g, beta, table, *others[:1], length, *others[1:])
+    matrices = _launch_matrices(call)
+    initial, dfinal = (None if t is None else t.contiguous() for t in (initial, dfinal))
+    # The gradients of q, k, g and beta need x, dx and the states at all chunks, which are not kept from the forward
+    # pass: they take 2 · V · (K / CHUNK + 1) bytes a token and head, at K = V = 128 six times v's.
+    deep = dq is not None or dk is not None or dg is not None or dbeta is not None
+    x = states = dstates = None
+    if deep:
+        x, states, dstates = v.new_empty(v.shape), call.new_states(), call.new_states()
+        own = None, x, states, None
+        _launch_walk(_states_kernel, "states", call, (q, k, v, *matrices, table, initial, *own), v)
+    dx = v.new_empty(v.shape) if dv is None else dv
+    _launch_walk(
+        _reverse_kernel, "reverse", call, (q, k, do, *matrices, table, dfinal, dx, dstates, dinitial), do
+    )  # fmt: skip
+    if deep:
+        solve, attend, factors = matrices  # the walks are over: the first two become scratch
+        _launch_gradients(call, (do, x, dx, factors, solve, attend), (states, dstates, dq, dk, dg, dbeta))
+    return results
+
+
+def _launch_gradients(call: _Call, shared: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+    """shared: do, x, dv, factors, two matrices for scratch. results: states, dstates, dq, dk, dg, dbeta."""
+    q, k, v, _, beta, table = call[:6]
+    do, x, dx, factors, *scratch = shared
+    (H, N), G = call.heads, q.shape[1]
+    tensors = q, k, beta, do, x, dx, factors, table, *scratch, factors.new_empty((2, H, q.shape[0]))
+
+    def plan(kind: str) -> Plan:
+        blocks, options = choose_tile(kind, q, v)
+        programs, scale = (G, ()) if kind == "gradients" else (H, (call.scale,))
+        arguments = (
+            call.documents, call.length, q.shape[0], *q.stride()[:2], *k.stride()[:2], *beta.stride(),
+            *((0, 0) if do is None else do.stride()[:2]), *scale, programs, N, q.shape[2], v.shape[2],
+            call.normalize, *blocks.values(), _precision(q)[0],
+        )  # fmt: skip
+        return call.slots * programs, arguments, options
+
+    if call.slots and q.shape[0]:
+        dtypes = tuple(None if t is None else t.dtype for t in results)
+        key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, beta, do, table), dtypes)
+        launch(_pairs_kernel, key, tensors, lambda: plan("pairs"))
+        launch(_gradients_kernel, key, (*tensors, *results), lambda: plan("gradients"))
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, documents, scale, normalize, _ = inputs
+    ctx.options = documents, scale, normalize
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+    wants = list(ctx.needs_input_grad[:6])
+    if dfinal is not None and not dfinal.numel():  # the state was not asked for
+        dfinal = None
+    gradients = _gated_delta_rule_bwd(*ctx.saved_tensors, do, dfinal, wants, *ctx.options)
+    return tuple(t if wanted else None for t, wanted in zip(gradients, wants, strict=True))
+
+
+_gated_delta_rule = differentiable(_gated_delta_rule_fwd, _setup_context, _backward, outputs=2)
