@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import is_functorch_active
 from tigon.fusion.recurrence.formula import ACTS, Convolution, DeltaRule
-from tigon.ops.causal_conv1d import WIDTHS, causal_conv1d
+from tigon.ops.causal_conv1d import MOST_TAPS, causal_conv1d
 from tigon.ops.gated_delta_rule import WIDEST, gated_delta_rule
 from tigon.ops.prefix_attention import PrefixLayout
 
@@ -97,7 +97,7 @@ class _Convolve:
         why = _why_tensors(*(t for t in (x, weight, bias) if t is not None or t is x))
         if why is not None:
             return why
-        if x.dim() != 3 or weight is None or weight.dim() != 2 or weight.shape[1] not in WIDTHS:
+        if x.dim() != 3 or weight is None or weight.dim() != 2 or not 2 <= weight.shape[1] <= MOST_TAPS:
             return f"it got x {tuple(x.shape)} and weights {tuple(getattr(weight, 'shape', ()))}"
         act = given.get("activation")
         if act not in self.formula.acts or act not in ACTS:
