@@ -169,7 +169,10 @@ def test_what_cannot_keep_documents_apart_says_so(models):
             tigon.fuse(build("qwen3_5"), parts=tigon.PARTS - {"conv"}, shared_prefix=True)
     model.model.layers[0].linear_attn.activation = "gelu"
     try:
-        with tigon.fuse(model), pytest.raises(ValueError, match="causal_conv1d_fn cannot keep .* activation is 'gelu'"):
+        with (
+            tigon.fuse(model),
+            pytest.raises(ValueError, match=r"causal_conv1d_fn cannot keep .* activation is 'gelu'"),
+        ):
             model(**batch)
     finally:
         model.model.layers[0].linear_attn.activation = "silu"
@@ -230,7 +233,8 @@ def vary(function, **options):
 
 def test_functions_are_recognised_by_numbers():
     found = recognize_function(convolve)
-    assert isinstance(found, Convolution) and found.acts == {None, "silu", "swish"}
+    assert isinstance(found, Convolution)
+    assert found.acts == {None, "silu", "swish"}
     assert isinstance(rule := recognize_function(update), DeltaRule)
     assert (rule.grouped, rule.normalizes) == (False, True)
     assert recognize_function(vary(convolve, act=F.gelu)).acts == {None}

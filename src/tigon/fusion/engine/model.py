@@ -91,6 +91,8 @@ def fuse(
             "fp8_base": run the frozen linear layers that transformers loads in FP8, with the gradient of their input.
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.
+            "conv", "recurrence": run the short convolutions and the gated delta rule of hybrid models as a few
+            kernels each, also over packed documents and shared prefixes.
             "documents": run the attention of packed batches inside each document, without a dense mask.
         where: (name, module) → whether fuse may replace the module's forward; the name as in
             `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.

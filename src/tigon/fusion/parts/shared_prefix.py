@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tigon.fusion.engine.part import Part, Site, Stage, register
-from tigon.fusion.parts.recurrence import can_carry
+from tigon.fusion.recurrence.part import can_carry
 
 
 class SharedPrefix(Part):

@@ -89,7 +89,9 @@ def read_function(fn: Any) -> Function:
     if plain is None:
         return Function(fn, _list_options(inner), "", "")
     serving = held.get("implementation", plain)
-    return Function(plain, _list_options(serving), package, "" if serving is plain else DISTRIBUTIONS.get(package, package))
+    return Function(
+        plain, _list_options(serving), package, "" if serving is plain else DISTRIBUTIONS.get(package, package)
+    )
 
 
 def _list_options(fn: Any) -> frozenset[str]:

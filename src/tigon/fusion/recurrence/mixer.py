@@ -1,4 +1,4 @@
-"""Modules that mix tokens by a convolution or a recurrence: the functions that they call, and how far Tigon serves them.
+"""Modules that mix tokens by a convolution or a recurrence: the functions they call, and those that Tigon serves.
 
 A module whose functions all run by Tigon's operators may keep packed documents apart, and carry a prefix's state into
 several suffixes. A probe shows whether it does: a copy of the module, on the CPU, whose linear layers pick numbers from
@@ -116,7 +116,11 @@ def _separates(module: nn.Module, functions: dict[str, Any]) -> bool:
         layout = PrefixLayout(PREFIXES, SUFFIXES, device="cpu")
         parts = x.split([*PREFIXES, *(n for own in SUFFIXES for n in own)], 1)
         prefixes, suffixes = parts[: len(PREFIXES)], iter(parts[len(PREFIXES) :])
-        alone = [forward(probe, torch.cat((p, next(suffixes)), 1)) for p, own in zip(prefixes, SUFFIXES, strict=True) for _ in own]
+        alone = [
+            forward(probe, torch.cat((p, next(suffixes)), 1))
+            for p, own in zip(prefixes, SUFFIXES, strict=True)
+            for _ in own
+        ]
         ends = [n for own in SUFFIXES for n in own]
         shared = forward(probe, x, shared_prefix=layout)[:, layout.prefix_rows :]
     except Exception:  # a module may raise anything for an input that it does not take

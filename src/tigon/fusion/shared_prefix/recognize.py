@@ -26,7 +26,7 @@ def shared_attention(model: nn.Module, carries: Callable[[nn.Module], bool] = la
     """The attention modules that share prefixes: all in a decoder.
 
     carries: whether a module that mixes tokens by a state carries a prefix's state into several suffixes.
-    Raises: ValueError if the model's tokens meet elsewhere, or in another way, than in causal attention and such states.
+    Raises: ValueError if the model's tokens meet elsewhere than in causal attention and in such states, or otherwise.
     """
     name = type(model).__name__
     asking = [module for module in model.modules() if find_registry(type(module))[0] is not None]
