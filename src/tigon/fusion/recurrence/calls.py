@@ -138,7 +138,8 @@ class _Update:
 
     def why_not(self, given: dict[str, Any], offsets: Any) -> str | None:
         """Why the function itself must run; None if the operator may."""
-        q, k, v, g, beta = tensors = tuple(given.get(name) for name in self.formula.names)
+        tensors: list[Any] = [given.get(name) for name in self.formula.names]
+        q, k, v, g, beta = tensors
         state = given.get("initial_state")
         why = _why_tensors(*tensors, *(() if state is None else (state,)))
         if why is not None:

@@ -41,7 +41,7 @@ from tigon.ops.causal_conv1d import causal_conv1d_reference
 from tigon.ops.gated_delta_rule import gated_delta_rule_reference
 from tigon.ops.prefix_attention import PrefixLayout
 
-REFERENCES = {"conv": causal_conv1d_reference, "recurrence": gated_delta_rule_reference}
+REFERENCES: dict[str, Callable[..., Any]] = {"conv": causal_conv1d_reference, "recurrence": gated_delta_rule_reference}
 DOCUMENTS = (5, 1, 6)
 PREFIXES, SUFFIXES = (4, 2), ((3, 1), (2,))
 TOKENS, SHOWN = 512, 8192  # launches are counted over these tokens, and told for those
@@ -150,6 +150,8 @@ class _Pick(nn.Module):
     """Stands for a linear layer: each output is an input's number, with a sign."""
 
     bias = None
+    index: Tensor
+    sign: Tensor
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
