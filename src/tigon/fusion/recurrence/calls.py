@@ -93,7 +93,8 @@ class _Convolve:
 
     def why_not(self, given: dict[str, Any], offsets: Any) -> str | None:
         """Why the function itself must run; None if the operator may."""
-        x, weight, bias = (given.get(name) for name in self.formula.names)
+        tensors: list[Any] = [given.get(name) for name in self.formula.names]
+        x, weight, bias = tensors
         why = _why_tensors(*(t for t in (x, weight, bias) if t is not None or t is x))
         if why is not None:
             return why
@@ -109,9 +110,11 @@ class _Convolve:
         return None if other is None else f"it got {other}"
 
     def __call__(self, run: Run, given: dict[str, Any], offsets: Any, layout: Any) -> Tensor:
-        x, weight, bias = (given.get(name) for name in self.formula.names)
+        tensors: list[Any] = [given.get(name) for name in self.formula.names]
+        x, weight, bias = tensors
         act = ACTS[given.get("activation")]
-        rows = x.transpose(1, 2)
+        rows: Tensor = x.transpose(1, 2)
+        y: Tensor
         if layout is not None:
             y = self._run_shared(run, rows, weight, bias, act, layout)
         elif offsets is not None:
