@@ -43,11 +43,11 @@ def _mamba():
     return T.MambaForCausalLM(small(T.MambaConfig, state_size=4))
 
 
-def _qwen3_next():
-    return T.Qwen3NextForCausalLM(
-        small(T.Qwen3NextConfig, layer_types=["linear_attention", "full_attention"], num_experts=4,
-              moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_value_heads=4,
-              linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+def _kimi_linear():
+    return T.KimiLinearForCausalLM(
+        small(T.KimiLinearConfig, layer_types=["linear_attention", "full_attention"], linear_num_heads=4,
+              linear_head_dim=8, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+              v_head_dim=8, num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def _bert():
 
 CANNOT = {
     "has attention sinks": lambda: build("gpt_oss"),
-    "Qwen3NextGatedDeltaNet layers carry a state past the prefix, so they cannot share": _qwen3_next,
+    "KimiLinearDeltaAttention layers carry a state past the prefix, so they cannot share": _kimi_linear,
     "FalconH1Mixer layers carry a state past the prefix, so they cannot share": _falcon_h1,
     "layers use chunked_attention, which cannot share a prefix": _llama4,
     "BertModel is an encoder: BertSelfAttention read tokens in both directions": _bert,

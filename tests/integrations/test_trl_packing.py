@@ -236,3 +236,10 @@ def test_models_that_mix_samples_are_refused(family, further, reason, tmp_path):
         trl.fuse(trainer, packing=True, parts=tigon.PARTS - {"documents"})
     assert "_tigon_fusion" not in vars(trainer.model)
     assert not any("forward" in vars(m) and hasattr(m, "get_input_embeddings") for m in [trainer.model.base_model])
+
+
+def test_a_hybrid_is_packed(tmp_path):
+    plain, trainer = cases.twins(sft, tmp_path, "qwen3_5_text", max_steps=1)
+    fusion = trl.fuse(trainer, packing=True)
+    assert_same(cases.train(plain), cases.train(trainer))
+    assert fusion.report().tokens["computed"] == fusion.report().tokens["real"]

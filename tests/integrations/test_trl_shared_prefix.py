@@ -40,6 +40,16 @@ def test_losses_metrics_and_gradients(task, family, tmp_path):
         assert not model.logits_built_by
 
 
+def test_a_hybrid_hands_the_state_of_a_prompt_to_its_completions(tmp_path):
+    plain, trainer = cases.twins(cases.grpo, tmp_path, "qwen3_5_text", max_steps=1)
+    fusion = trl.fuse(trainer, shared_prefix=True)
+    assert_same(cases.train(plain), cases.train(trainer))
+    report = fusion.report()
+    assert 0 < report.shared["rows"] < 0.85 * report.shared["separate"]
+    assert not report.unshared
+    assert report.models["policy"].calls["recurrence"] == 1
+
+
 def test_rloo_over_several_micro_batches(tmp_path):
     """A step is two micro-batches of two prompts; in the shared run each has whole groups, in the plain one it may not.
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tigon.fusion.documents.masks import makes_masks
 from tigon.fusion.documents.recognize import attends, list_inside, list_parameters
+from tigon.fusion.recurrence.mixer import keeps_apart
 from tigon.fusion.shared_prefix.recognize import CAPACITY, MIXERS, OWN_POSITIONS
 
 # Arguments of modules in which tokens meet: attention, recurrences, and convolutions over tokens.
@@ -22,7 +23,8 @@ def find_leaks(model: nn.Module) -> list[str]:
     """The modules through which documents in a packed batch would read one another, each as "name (class)".
 
     Attention in transformers' decoders reads the token's own document alone, once `tigon.fuse` has fused the part
-    "documents". A recurrence, a convolution over tokens or an encoder does not know where a document begins.
+    "documents"; so do delta rules and their convolutions, once it has fused "recurrence" and "conv". Another
+    recurrence, a convolution over tokens or an encoder does not know where a document begins.
 
     Args:
         model: plain or fused, also inside PEFT or a wrapper.
@@ -40,6 +42,8 @@ def find_leaks(model: nn.Module) -> list[str]:
             found.append(decoder)
             continue
         mixing = [_find_owner(decoder, m) for m in list_inside(decoder) if _mixes_tokens(m)]
+        # A layer hands its arguments on to the mixer inside.
+        mixing = [m for m in mixing if not any(keeps_apart(inner) for inner in m.modules())]
         mixing += [m for m in decoder.modules() if hasattr(type(m), OWN_POSITIONS)]
         # Layers take the arguments of what they hold, and are found as well.
         held = {*mixing, *(m for m in decoder.modules() if attends(m))}

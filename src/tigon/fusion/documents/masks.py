@@ -62,7 +62,7 @@ class PackedForward:
     forward: the decoder's forward, rewritten by `make_globals`. keys: the ledger's keys for the decoder's attention.
     defers: whether all attention in the decoder reads a `PackedMask`; else the dense masks keep documents apart.
     find_leaks: names the modules that do not; called once, at the first packed call. has_decoder: whether a decoder
-        inside runs packed calls, too.
+        inside runs packed calls, too. has_state: whether mixers in the decoder take the documents' offsets.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class PackedForward:
         defers: bool,
         find_leaks: Callable[[Any], list[str]],
         has_decoder: bool = False,
+        has_state: bool = False,
     ) -> None:
-        self.forward, self.keys, self.defers, self.has_decoder = forward, keys, defers, has_decoder
+        self.forward, self.keys, self.defers = forward, keys, defers
+        self.has_decoder, self.has_state = has_decoder, has_state
         self.find_leaks: Callable[[Any], list[str]] | None = find_leaks
         code = inspect.unwrap(forward).__code__
         self.names = code.co_varnames[1 : code.co_argcount]
@@ -90,6 +92,11 @@ class PackedForward:
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
+                if self.has_state and documents.offsets is not None:
+                    # Layers hand them on. A cache would hold the states of several documents.
+                    arguments["cu_seq_lens_q"] = documents.offsets
+                    if arguments.get("past_key_values") is None:
+                        arguments["use_cache"] = False
                 if documents.offsets is not None and not torch.compiler.is_compiling():
                     self._warn_of_leaks(module)
                 return self.forward(module, **arguments)

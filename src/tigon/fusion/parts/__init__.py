@@ -8,7 +8,8 @@ import importlib
 
 FILES = (
     "head", "norm", "residual_norm", "adapters", "mlp", "relu2", "experts", "expert_adapters", "rotary", "qk_norm",
-    "shared_prefix", "projections", "fp8_checkpoint", "fp8", "patches", "images", "documents", "decoder_layer",
+    "conv", "recurrence", "shared_prefix", "projections", "fp8_checkpoint", "fp8", "patches", "images", "documents",
+    "decoder_layer",
 )  # fmt: skip
 
 for _name in FILES:

@@ -31,6 +31,7 @@ class DocumentsPart(Part):
         from tigon.fusion.documents.leaks import find_leaks
         from tigon.fusion.documents.masks import DENSE, PackedForward, get_implementation, make_globals, makes_masks
         from tigon.fusion.documents.recognize import list_attention
+        from tigon.fusion.recurrence.mixer import keeps_apart
 
         decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
         for decoder in reversed(decoders):  # a decoder before the models around it
@@ -54,8 +55,9 @@ class DocumentsPart(Part):
             all_read = bool(layers) and len(keys) == len(layers)
             names = tuple(dict.fromkeys(keys))
             site.packed[decoder] = PackedForward(
-                rewritten, names, all_read, find_leaks, any(m in site.packed for m in inside)
-            )
+                rewritten, names, all_read, find_leaks, any(m in site.packed for m in inside),
+                any(keeps_apart(m) for m in decoder.modules()),
+            )  # fmt: skip
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
 
 from tigon.fusion.engine.part import Part, Site, Stage, register
+from tigon.fusion.recurrence.part import can_carry
 
 
 class SharedPrefix(Part):
@@ -19,7 +21,7 @@ class SharedPrefix(Part):
         from tigon.fusion.shared_prefix import attention
         from tigon.fusion.shared_prefix.recognize import shared_attention
 
-        layers: list[Any] = list(shared_attention(module))
+        layers: list[Any] = list(shared_attention(module, functools.partial(can_carry, site)))
         attention.register()
         for layer in layers:
             name = layer.config._attn_implementation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
@@ -12,6 +13,7 @@ from tigon.fusion.shared_prefix.attention import find_registry
 from tigon.ops.prefix_attention.checks import WIDEST
 
 CAUSAL = {"full_attention", "sliding_attention"}  # `layer_types` values in a configuration
+STATEFUL = {"linear_attention", "conv"}  # the same for layers without attention, which `_check_layers` looks at
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 # Keyword arguments to attention functions that change the result, and that shared attention lacks.
 EXTRAS = {"s_aux": "attention sinks", "position_bias": "a bias of positions"}
@@ -20,10 +22,11 @@ OWN_POSITIONS = "create_position_ids_from_input_ids"
 CAPACITY = ("expert_capacity", "capacity_factor")  # a token's expert then depends on the tokens before it
 
 
-def shared_attention(model: nn.Module) -> list[nn.Module]:
+def shared_attention(model: nn.Module, carries: Callable[[nn.Module], bool] = lambda module: False) -> list[nn.Module]:
     """The attention modules that share prefixes: all in a decoder.
 
-    Raises: ValueError if the model's tokens meet elsewhere, or in another way, than in causal attention.
+    carries: whether a module that mixes tokens by a state carries a prefix's state into several suffixes.
+    Raises: ValueError if the model's tokens meet elsewhere than in causal attention and in such states, or otherwise.
     """
     name = type(model).__name__
     asking = [module for module in model.modules() if find_registry(type(module))[0] is not None]
@@ -36,7 +39,7 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
             _refuse(f"{name} is an encoder: {_names(asking)} read tokens in both directions.")
         _refuse(f"no attention in {name} uses transformers' attention registry, where Tigon could replace it.")
     for layers in _lists_of_layers(model, set(attentions)):
-        _check_layers(layers, set(attentions))
+        _check_layers(layers, set(attentions), {m for m in layers.modules() if carries(m)})
         for module in {*attentions, *layers} & {*layers.modules()}:
             _check_forward(module)
     for module in attentions:
@@ -54,18 +57,20 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
     return attentions
 
 
-def _check_layers(layers: nn.ModuleList, attentions: set[nn.Module]) -> None:
-    """Raise unless every layer has attention, and no other module in which tokens meet."""
+def _check_layers(layers: nn.ModuleList, attentions: set[nn.Module], carrying: set[nn.Module]) -> None:
+    """Raise unless every layer has attention or carries a state, and no other module in which tokens meet."""
     with_attention = [layer for layer in layers if any(m in attentions for m in layer.modules())]
     usual = {type(child) for layer in with_attention for child in layer.modules()}
     for layer in layers:
         if layer not in with_attention:
-            others = [child for child in layer.children() if type(child) not in usual]
-            _refuse_state(others or [layer])
+            others = [child for child in layer.children() if type(child) not in usual and child not in carrying]
+            if others or not any(child in carrying for child in layer.modules()):
+                _refuse_state(others or [layer])
         for child in layer.modules():
             if isinstance(child, MIXERS):
                 parents = [m for m in layer.modules() if any(c is child for c in m.children())]
-                _refuse_state(parents or [child])
+                if not (parents and carrying.issuperset(parents)):
+                    _refuse_state(parents or [child])
 
 
 def _check_forward(module: nn.Module) -> None:
@@ -83,8 +88,8 @@ def _check_attention(module: Any) -> None:
     kind = type(module).__name__
     config = module.config
     types = set(getattr(config, "layer_types", None) or ())
-    if types - CAUSAL:
-        _refuse(f"{kind} layers use {', '.join(sorted(types - CAUSAL))}, which cannot share a prefix.")
+    if others := types - CAUSAL - STATEFUL:
+        _refuse(f"{kind} layers use {', '.join(sorted(others))}, which cannot share a prefix.")
     if getattr(config, "alibi", False):
         _refuse(f"{kind} has a position bias (ALiBi), which shared attention does not support.")
     if not getattr(config, "is_causal", True):

@@ -1,0 +1,262 @@
+"""Hybrids: models with delta rules or short convolutions, fused, packed, and with shared prefixes."""
+
+import copy
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+
+T = pytest.importorskip("transformers")
+from prefix_cases import assert_close, gradients, ids, separately  # noqa: E402
+from zoo import BASE  # noqa: E402
+
+from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
+from tigon.fusion.engine.reasons import Reason  # noqa: E402
+from tigon.fusion.recurrence.formula import Convolution, DeltaRule, recognize_function  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*falling back")
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+LATENT = {
+    "linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16,
+    "layer_types": DELTA["layer_types"],
+}  # fmt: skip
+FAMILIES = {
+    "qwen3_next": (T.Qwen3NextForCausalLM, T.Qwen3NextConfig, {**DELTA, **EXPERTS}),
+    "qwen3_5": (T.Qwen3_5ForCausalLM, T.Qwen3_5TextConfig, DELTA),
+    "lfm2": (T.Lfm2ForCausalLM, T.Lfm2Config, {"layer_types": ["conv", "full_attention"]}),
+    "kimi": (T.KimiLinearForCausalLM, T.KimiLinearConfig, LATENT),
+}  # fmt: skip
+MIXERS = {"qwen3_next": "Qwen3NextGatedDeltaNet", "qwen3_5": "Qwen3_5GatedDeltaNet", "lfm2": "Lfm2ShortConv"}
+LENGTHS = (7, 1, 12, 5)
+
+
+def build(name):
+    model, config, options = FAMILIES[name]
+    torch.manual_seed(0)
+    return model(config(**{**BASE, **options}))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: build(name) for name in FAMILIES}
+
+
+def documents():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 89, (n,), generator=generator) for n in LENGTHS]
+
+
+def pack(rows, *, offsets=True):
+    batch = {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+        "labels": torch.cat([torch.cat([row.new_tensor([-100]), row[1:]]) for row in rows])[None],
+    }
+    starts = torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return {**batch, "cu_seq_lens_q": starts} if offsets else batch
+
+
+def list_rows(fusion, kind):
+    return [(row.name, row.fused, row.calls) for row in fusion.report().rows if row.kind == kind]
+
+
+# ------------------------------------------------------------------------------------------------------------- fusing
+
+
+def test_a_fused_hybrid_is_the_plain_one_and_leaves_no_trace(models):
+    model, batch = models["qwen3_next"], torch.stack([torch.arange(3, 24), torch.arange(30, 51)])
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    plain = model(batch, labels=batch)
+    want = gradients(model, plain.loss)
+    with tigon.fuse(model) as fusion:
+        loss = model(batch, labels=batch).loss
+        got = gradients(model, loss)
+        for kind in ("conv", "recurrence"):
+            assert list_rows(fusion, kind) == [("Qwen3NextGatedDeltaNet", True, 1)]
+        assert "gated delta rule" in str(fusion.report())
+        twin = copy.deepcopy(model)
+    torch.testing.assert_close(loss, plain.loss)
+    assert_close(got, want, 1e-5)
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+    assert torch.equal(model(batch).logits, plain.logits)
+    torch.testing.assert_close(twin(batch, labels=batch).loss, loss)
+    assert twin._tigon_fusion.report().calls["recurrence"] == 1
+    assert fusion.report().calls["recurrence"] == 1  # not the copy's
+
+
+def test_generation_padding_checkpoints_and_autocast(models):
+    model, batch = models["qwen3_5"], torch.stack([torch.arange(3, 15), torch.arange(30, 42)])
+    mask = torch.ones_like(batch)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    want, padded = model.generate(batch, **options), model(batch, attention_mask=mask).logits
+    grads = gradients(model, model(batch, labels=batch).loss)
+    with tigon.fuse(model) as fusion:
+        assert torch.equal(model.generate(batch, **options), want)
+        torch.testing.assert_close(model(batch, attention_mask=mask).logits[mask == 1], padded[mask == 1])
+        assert fusion.report().calls["conv"] == 1
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(batch).logits.dtype == torch.bfloat16
+            narrow = model(batch, labels=batch).loss
+        assert abs(narrow - model(batch, labels=batch).loss) < 0.02
+        model.gradient_checkpointing_enable()
+        model.train()
+        got = gradients(model, model(batch, labels=batch, use_cache=False).loss)
+        assert fusion.report().calls["recurrence"] == 2  # the checkpoint ran it again
+        model.gradient_checkpointing_disable()
+        model.eval()
+    assert_close(got, grads, 1e-5)
+
+
+def test_a_hybrid_compiles(models):
+    model, batch = models["lfm2"], torch.arange(3, 15)[None]
+    want = model(batch, use_cache=False).logits
+    with tigon.fuse(model):
+        torch._dynamo.reset()
+        layer = torch.compile(model.model.layers[0].conv, backend="eager", fullgraph=True)
+        x = model.model.embed_tokens(batch)
+        torch.testing.assert_close(layer(x), type(layer._orig_mod).forward(layer._orig_mod, x))
+    assert torch.equal(model(batch, use_cache=False).logits, want)
+
+
+def test_a_recurrence_without_an_operator_says_what_it_costs(models):
+    with tigon.fuse(models["kimi"]) as fusion:
+        assert list_rows(fusion, "conv") == [("KimiLinearDeltaAttention", True, 0)]
+        (row,) = (row for row in fusion.report().rows if row.kind == "recurrence")
+        assert find_leaks(models["kimi"]) == ["model.layers.0.self_attn (KimiLinearDeltaAttention)"]
+    assert not row.fused
+    assert row.what.startswith("chunk_kimi_delta_attention runs in torch: about 3,")
+    assert row.advice == "pip install flash-linear-attention"
+
+
+# ---------------------------------------------------------------------------------------------------------- documents
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_packed_documents_are_what_they_are_alone(name, models):
+    model, rows = models[name], documents()
+    long = [row for row in rows if len(row) > 1]
+    want = sum(model(row[None], labels=row[None]).loss * (len(row) - 1) for row in long)
+    want = want / sum(len(row) - 1 for row in long)
+    grads = gradients(model, want)
+    assert find_leaks(model) == [f"model.layers.0.{'conv' if name == 'lfm2' else 'linear_attn'} ({MIXERS[name]})"]
+    with tigon.fuse(model), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert find_leaks(model) == []
+        got = gradients(model, model(**pack(rows)).loss)
+        by_positions = model(**pack(rows, offsets=False)).loss
+    torch.testing.assert_close(by_positions, want)
+    assert_close(got, grads, 1e-5)
+
+
+def test_what_cannot_keep_documents_apart_says_so(models):
+    model, batch = models["qwen3_5"], pack(documents())
+    with tigon.fuse(model, parts=tigon.PARTS - {"recurrence"}):
+        assert find_leaks(model) == ["model.layers.0.linear_attn (Qwen3_5GatedDeltaNet)"]
+        with pytest.raises(ValueError, match="shared_prefix: Qwen3_5GatedDeltaNet layers carry a state"):
+            tigon.fuse(build("qwen3_5"), parts=tigon.PARTS - {"conv"}, shared_prefix=True)
+    model.model.layers[0].linear_attn.activation = "gelu"
+    try:
+        with (
+            tigon.fuse(model),
+            pytest.raises(ValueError, match=r"causal_conv1d_fn cannot keep .* activation is 'gelu'"),
+        ):
+            model(**batch)
+    finally:
+        model.model.layers[0].linear_attn.activation = "silu"
+
+
+# ---------------------------------------------------------------------------------------------------- shared prefixes
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_shared_prefix_hands_its_state_to_each_suffix(name, models):
+    model, (prefixes, suffixes) = models[name], ids("cpu", [(9, (5, 3, 1)), (2, (4,))])
+    want = separately(model, prefixes, suffixes)
+    grads = gradients(model, want[0].sum())
+    with tigon.fuse(model, shared_prefix=True) as fusion:
+        found = tigon.SharedPrefixBatch(prefixes, suffixes).logprob(model)
+        got = gradients(model, found.logprob.sum())
+        assert fusion.report().calls["conv"] == 1
+    torch.testing.assert_close(found.logprob, want[0].float(), rtol=1e-5, atol=1e-5)
+    assert_close(got, grads, 1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- recognition
+
+
+def convolve(x, weight, bias=None, activation=None, *, shift=0, act=F.silu, detach=False):
+    T, W = x.shape[-1], weight.shape[-1]
+    weight = weight.detach() if detach else weight
+    y = F.conv1d(x, weight[:, None], bias, padding=W - 1, groups=x.shape[1])[..., shift : shift + T]
+    return y if activation is None else act(y)
+
+
+def update(
+    q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, *, eps=1e-6,
+    scale=None, late=False,
+):  # fmt: skip
+    if use_qk_l2norm_in_kernel:
+        q, k = (t * (t.square().sum(-1, keepdim=True) + eps).rsqrt() for t in (q.float(), k.float()))
+    q, k, values = (t.float() for t in (q, k, v))
+    state = q.new_zeros(*v.shape[::2], q.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+    made = []
+    for t in range(q.shape[1]):
+        decay = g[:, t, :, None, None].exp()
+        state = state if late else state * decay
+        read = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], (values[:, t] - read) * beta[:, t, :, None].float())
+        made.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * (scale or q.shape[-1] ** -0.5))
+        state = state * decay if late else state
+    return torch.stack(made, 1).to(v.dtype), state if output_final_state else None
+
+
+def vary(function, **options):
+    def varied(*args, **kwargs):
+        return function(*args, **kwargs, **options)
+
+    varied.__wrapped__ = function  # its signature
+    return varied
+
+
+def test_functions_are_recognised_by_numbers():
+    found = recognize_function(convolve)
+    assert isinstance(found, Convolution)
+    assert found.acts == {None, "silu", "swish"}
+    assert isinstance(rule := recognize_function(update), DeltaRule)
+    assert (rule.grouped, rule.normalizes) == (False, True)
+    assert recognize_function(vary(convolve, act=F.gelu)).acts == {None}
+    assert not recognize_function(vary(update, eps=1e-4)).normalizes
+    for near in (vary(convolve, shift=1), vary(convolve, detach=True), F.softplus, vary):
+        assert recognize_function(near) is None
+    for near in (vary(update, scale=1.0), vary(update, late=True)):
+        assert isinstance(recognize_function(near), Reason)
+
+
+def test_a_package_behind_the_function_is_named(monkeypatch):
+    from transformers.integrations import hub_kernels
+
+    def serve(hidden_states, weight, bias=None, activation=None):
+        raise RuntimeError("needs a GPU")
+
+    package = types.ModuleType("causal_conv1d")
+    package.causal_conv1d_fn = serve
+    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None):
+        return convolve(hidden_states, weight, bias, activation)
+
+    wrapped = hub_kernels.use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(causal_conv1d_fn)
+    assert str(recognize_function(wrapped)) == "causal convolution, in place of causal-conv1d"
