@@ -7,7 +7,7 @@ order. So no file may import a later file.
 import importlib
 
 FILES = (
-    "head", "norm", "residual_norm", "adapters", "mlp", "relu2", "experts", "rotary", "qk_norm", "shared_prefix",
+    "head", "norm", "residual_norm", "adapters", "mlp", "activation", "experts", "rotary", "qk_norm", "shared_prefix",
     "projections", "fp8_checkpoint", "fp8", "documents", "decoder_layer",
 )  # fmt: skip
 

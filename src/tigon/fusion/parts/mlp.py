@@ -591,4 +591,4 @@ def rounded_product(gate: Tensor, up: Tensor | None) -> Tensor:
     return (gate * up).abs()
 
 
-register(ModulePart("mlp", recognize_mlp, mlp_forward, add=add_mlp))
+register(ModulePart("mlp", recognize_mlp, mlp_forward, owns_activation=True, add=add_mlp))
