@@ -7,8 +7,8 @@ order. So no file may import a later file.
 import importlib
 
 FILES = (
-    "head", "norm", "residual_norm", "adapters", "mlp", "activation", "experts", "rotary", "qk_norm", "shared_prefix",
-    "projections", "fp8_checkpoint", "fp8", "documents", "decoder_layer",
+    "head", "norm", "residual_norm", "adapters", "mlp", "activation", "experts", "dense_experts", "rotary", "qk_norm",
+    "shared_prefix", "projections", "fp8_checkpoint", "fp8", "documents", "decoder_layer",
 )  # fmt: skip
 
 for _name in FILES:
