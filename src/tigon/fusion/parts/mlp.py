@@ -21,6 +21,7 @@ from tigon.fusion.engine.probe import (
     Case,
     build_probe,
     linear_widths,
+    list_arguments,
     recognition,
     record_attempt,
     run,
@@ -367,7 +368,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
     others = [k for k in children if k not in widths]
     roles = list(_roles(widths)) if len(widths) in (2, 3) else []
-    if not roles:
+    if not roles or "attention_mask" in list_arguments(module):
         return None
     # Every attention has three square layers too, so the report does not mention such modules.
     silent = all(before == after for before, after in widths.values())
@@ -401,7 +402,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
         return None
     names = getattr(analyze_forward(module), "names", None) or ()
     for name, between in BETWEEN.items():
-        if len(widths) == 3 and name in names and all(_is_known(children[k]) for k in acts):
+        if name in names and all(_is_known(children[k]) for k in acts):
             return Reason(f"it {between} between its layers, and only its activation can run fused")
     if len(others) > 1:
         return Reason(f"it has other modules: {', '.join(others)}")
