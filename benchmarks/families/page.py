@@ -70,10 +70,10 @@ def coverage(rows: dict[str, Any]) -> list[str]:
     }
     lacking = {name: parts for name, parts in lacking.items() if parts}
     names = ", ".join(f"`{name}` ({', '.join(parts)})" for name, parts in lacking.items())
-    share = 1 - len(lacking) / max(len(rows), 1)
+    fused = len(rows) - len(lacking)
     return [
-        f"{len(rows) - len(lacking)} of the {len(rows)} classes that run, {share:.1%}, have the loss, norms and an MLP or experts fused. "
-        f"The others, with what is missing in the step: {names or 'none'}."
+        f"{fused} of the {len(rows)} classes that run, {fused / max(len(rows), 1):.1%}, have the loss, norms and an "
+        f"MLP or experts fused. The others, with what is missing in the step: {names or 'none'}."
     ]
 
 
