@@ -20,7 +20,7 @@ def activation(x: Tensor, act: Act, *, input_multiplier: float = 1.0, multiplier
     """act(x · input_multiplier) · multiplier, computed in fp32 and rounded once: floats of any shape, x's dtype."""
     if not use_triton(x):
         return activation_reference(x, act, input_multiplier=input_multiplier, multiplier=multiplier)
-    return _activation(x, act, input_multiplier, multiplier)  # type: ignore[no-any-return]
+    return _activation(x, act, input_multiplier, multiplier)
 
 
 def activation_reference(x: Tensor, act: Act, *, input_multiplier: float = 1.0, multiplier: float = 1.0) -> Tensor:

@@ -32,6 +32,8 @@ DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
 CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
+CACHES = ("past_key_values", "cache")  # the argument's name in transformers before 5.24, and since
+
 
 class PackedMask(Deferred):
     """The (B, 1, T, T) mask of a packed batch, not built yet. window: as in `tigon.varlen_attention`."""
@@ -180,6 +182,7 @@ def get_implementation(config: Any) -> str | None:
 def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     signature = inspect.signature(original)
     has_skip = "allow_is_causal_skip" in signature.parameters
+    cache = next((cache for cache in CACHES if cache in signature.parameters), CACHES[0])
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -206,8 +209,9 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             if are_rows:
                 return original(*args, **kwargs)
             # Beside a mask or a cache, which is empty, transformers would not look for documents.
-            changes = {"position_ids": call.documents.get_positions(), "past_key_values": None, "attention_mask": None}
-            return original(**{**given, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
+            kept = {name: value for name, value in given.items() if name not in CACHES}
+            changes = {"position_ids": call.documents.get_positions(), cache: None, "attention_mask": None}
+            return original(**{**kept, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
 
         is_changed = any(given.get(change) is not None for change in CHANGES)
         if name == OUTSIDE and call.forward.has_decoder and not is_changed:

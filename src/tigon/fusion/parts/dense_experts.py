@@ -81,18 +81,19 @@ class DenseExperts:
 def recognize_dense_experts(module: nn.Module) -> DenseExperts | None:
     if module._parameters or module._buffers or not takes_one_argument(module) or len(module._modules) not in (2, 3):
         return None
-    for name, experts in module._modules.items():
-        shapes = {} if experts is None else {k: p.shape for k, p in experts._parameters.items() if p is not None}
+    parts: dict[str, Any] = {k: m for k, m in module._modules.items() if m is not None}
+    for name, experts in parts.items():
+        shapes = {k: p.shape for k, p in experts._parameters.items() if p is not None}
         if len(shapes) != 2 or any(len(s) != 3 for s in shapes.values()) or not takes_one_argument(experts):
             continue
         (gate_up, (E, D, width)), (down, second) = shapes.items()
         if second != (E, width // 2, D) or width % 2 or len(experts._modules) > 1:
             continue
         act_type = next((type(child) for child in experts._modules.values()), None)
-        others = [k for k in module._modules if k != name]
-        for router in (k for k in others if linear_widths(module._modules[k]) == (D, E)):
+        others = [k for k in parts if k != name]
+        for router in (k for k in others if linear_widths(parts[k]) == (D, E)):
             shared = next((k for k in others if k != router), None)
-            for act, chosen in itertools.product(ACTS, _list_counts(module._modules[router], E)):
+            for act, chosen in itertools.product(ACTS, _list_counts(parts[router], E)):
                 formula = DenseExperts(router, name, shared, gate_up, down, act, act_type, chosen)  # type: ignore[arg-type]
                 cases = itertools.product((torch.float32, torch.bfloat16), (True, False))
                 if all(_holds(module, formula, *case) for case in cases):
@@ -109,7 +110,7 @@ def _holds(module: nn.Module, formula: DenseExperts, dtype: torch.dtype, trainin
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        return torch.randn(shape, generator=generator).mul(float(shape[-1]) ** -0.5).to(dtype)
 
     parts: dict[str, Any] = dict(module._modules)
     experts, router = parts[formula.act_module], parts[formula.router]
@@ -119,7 +120,7 @@ def _holds(module: nn.Module, formula: DenseExperts, dtype: torch.dtype, trainin
     children = {formula.act_module: build_probe(experts, stacks), formula.router: build_probe(router, routes)}
     if formula.shared is not None:
         layers = {k: layer for k, layer in parts[formula.shared].named_children() if linear_widths(layer)}
-        narrow = {k: _narrow(layer, D, draw) for k, layer in layers.items()}
+        narrow: dict[str, nn.Module] = {k: _narrow(layer, D, draw) for k, layer in layers.items()}
         children[formula.shared] = build_probe(parts[formula.shared], {}, narrow)
     probe = build_probe(module, {}, children)
     for part in probe.modules():

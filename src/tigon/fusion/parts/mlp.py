@@ -402,7 +402,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
         return None
     names = getattr(analyze_forward(module), "names", None) or ()
     for name, between in BETWEEN.items():
-        if name in names and all(_is_known(children[k]) for k in acts):
+        if name in names and all(_is_known(children[k]) for k in acts if k):
             return Reason(f"it {between} between its layers, and only its activation can run fused")
     if len(others) > 1:
         return Reason(f"it has other modules: {', '.join(others)}")
