@@ -26,7 +26,7 @@ def page() -> str:
     ran = {name: row for name, row in newest["classes"].items() if row["status"] != "not run"}
     return "\n".join(
         [
-            "## In numbers", "", *summary(files), "",
+            "## In numbers", "", *summary(files), "", *coverage(ran), "",
             f"## Every class that runs, transformers {newest['versions']['transformers']}", "", *table(ran), "",
             "## Classes that do not run here", "", *unrunnable(newest["classes"]),
         ]
@@ -56,6 +56,25 @@ def summary(files: list[dict[str, Any]]) -> list[str]:
             cells += [sum(bool(row.get("calls", {}).get(kind)) for row in ran) for kind in KINDS]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
+
+
+WHOLE = {"head": ("head",), "norms": ("norm",), "MLP": ("mlp", "experts")}
+
+
+def coverage(rows: dict[str, Any]) -> list[str]:
+    """How many classes run a head, norms and an MLP or experts fused, and what the other classes lack."""
+    calls = {name: row.get("calls", {}) for name, row in rows.items()}
+    lacking = {
+        name: [part for part, kinds in WHOLE.items() if not any(counts.get(kind) for kind in kinds)]
+        for name, counts in calls.items()
+    }
+    lacking = {name: parts for name, parts in lacking.items() if parts}
+    names = ", ".join(f"`{name}` ({', '.join(parts)})" for name, parts in lacking.items())
+    fused = len(rows) - len(lacking)
+    return [
+        f"{fused} of the {len(rows)} classes that run, {fused / max(len(rows), 1):.1%}, have the loss, norms and an "
+        f"MLP or experts fused. The others, with what is missing in the step: {names or 'none'}."
+    ]
 
 
 def table(rows: dict[str, Any]) -> list[str]:

@@ -280,6 +280,37 @@ def test_layers_that_run_as_a_whole(triton_backend, device, request):
         assert (report.whole_layers, report.calls["documents"]) == (2, 2)
 
 
+# Windows and sinks under eager attention; windows alone under SDPA, whose other layers need no mask.
+ROWS = {
+    "whole": (torch.ones(2, 12), True), "padded": (torch.tensor([[0] * 3 + [1] * 9, [1] * 8 + [0] * 4]), True),
+    "no mask": (None, True), "a hole": (torch.tensor([[1] * 5 + [0] * 2 + [1] * 5, [1] * 12]), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", ROWS)
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+def test_rows_of_a_batch_that_is_not_packed(name, mask, triton_backend, device, request):
+    """As eager attention gives them, or SDPA with the dense mask of a window, wherever the mask lets a token be."""
+    mask, runs = ROWS[mask]
+    model = build(name).to(device)
+    model.config.sliding_window, model.config.output_router_logits = 4, False
+    batch = {"input_ids": torch.arange(3, 27, device=device).view(2, 12)}
+    batch["labels"] = batch["input_ids"]
+    if mask is not None:
+        batch["attention_mask"] = mask.long().to(device)
+        # Nor the first token after the padding, which padding would predict.
+        follows = batch["attention_mask"] * batch["attention_mask"].roll(1, 1)
+        batch["labels"] = batch["labels"].masked_fill(follows == 0, -100)
+    want = gradients(model, model(**batch).loss)
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        assert_close(gradients(model, model(**batch).loss), want, 1e-5)
+        is_padded = mask is not None and not mask.all()
+        assert bool(fusion.report().calls.get("documents")) == (runs and not (is_padded and name == "gemma3"))
+        model.eval()
+        generated = model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False), generated)
+
+
 def test_autocast_and_copies(llama, no_masks):
     batch = pack(documents())
     with tigon.fuse(llama) as fusion:

@@ -26,17 +26,17 @@ CALLS = {
     "cohere": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2, "linear": 2},
     "cohere2": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2, "linear": 2},
     "olmo2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2, "linear": 2},
-    "phi": {"head": 1, "norm": 3, "rotary": 2, "linear": 2},
+    "phi": {"head": 1, "norm": 3, "rotary": 2, "linear": 2, "mlp": 2},
     "phi3": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "gpt2": {"head": 1, "norm": 5},
+    "gpt2": {"head": 1, "norm": 5, "mlp": 2},
     "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "linear": 2, "experts": 2},  # rotates by half a cos
     "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2, "experts": 1},  # one dense layer
-    "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 4, "patches": 1},
+    "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 5, "rotary": 2, "linear": 4, "patches": 1},
     "qwen2_5_vl": {
         "head": 1,
         "norm": 10,
         "add_norm": 4,
-        "mlp": 4,
+        "mlp": 5,
         "rotary": 4,
         "linear": 2,
         "patches": 1,

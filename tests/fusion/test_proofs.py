@@ -11,10 +11,10 @@ import tigon
 from tigon.fusion.engine.bytecode import analyze_forward
 from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.activation import recognize_activation
 from tigon.fusion.parts.experts import recognize_experts
 from tigon.fusion.parts.mlp import recognize_mlp
 from tigon.fusion.parts.norm import Norm, recognize_norm
-from tigon.fusion.parts.relu2 import recognize_relu2
 from tigon.fusion.parts.rotary_formula import recognize_rotary
 
 N = 48
@@ -359,8 +359,8 @@ def test_an_mlp_that_branches_on_its_input():
 @pytest.mark.parametrize("step", [torch.detach, Slowed.apply, half_detached, torch.nan_to_num])
 def test_squares_of_relu_that_do_something_else_unseen(step):
     module = type("MySquare", (nn.Module,), {"forward": lambda self, x: F.relu(step(x)).square()})()
-    assert not isinstance(recognize_relu2(module), nn.Module)
-    assert recognize_relu2(module) is None
+    assert not isinstance(recognize_activation(module), nn.Module)
+    assert recognize_activation(module) is None
 
 
 def rotated(q, k, cos, sin, step):
@@ -466,7 +466,7 @@ def test_many_layers_are_probed_once(family, monkeypatch):
     from tigon.fusion.engine import probe
 
     runs, run = [], probe.run
-    for name in ("norm_formula", "norm_eps", "mlp", "relu2", "experts", "rotary_formula"):
+    for name in ("norm_formula", "norm_eps", "mlp", "activation", "experts", "rotary_formula"):
         monkeypatch.setattr(
             f"tigon.fusion.parts.{name}.run", lambda *args, **options: runs.append(1) or run(*args, **options)
         )

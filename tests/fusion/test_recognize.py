@@ -10,12 +10,13 @@ from torch import nn
 import tigon
 from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.activation import QUICK, recognize_activation
 from tigon.fusion.parts.mlp import Gated, recognize_mlp
 from tigon.fusion.parts.norm import Norm, recognize_norm
 from tigon.fusion.parts.norm_formula import Gate as NormGate
-from tigon.fusion.parts.relu2 import recognize_relu2
 from tigon.fusion.parts.rotary_formula import Turn, read_arguments, recognize_rotary
 from tigon.ops import acts
+from tigon.ops.activation import activation
 
 N = 48
 
@@ -439,10 +440,69 @@ def test_an_attribute_that_does_nothing_yet_is_honoured_when_it_changes():
         assert not model(x).any()
 
 
-def test_the_square_of_relu_is_found_by_itself():
-    assert str(recognize_relu2(Squared())) == "relu(x)²"
-    for module in (nn.ReLU(), nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(3, 3), nn.ReLU6(), nn.Sequential()):
-        assert recognize_relu2(module) is None
+class New(nn.Module):  # as in T5 1.1, and GPT-2
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class Quick(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Half(nn.Module):  # half of quick gelu's factor
+    def forward(self, x):
+        return x * torch.sigmoid(0.851 * x)
+
+
+def test_activations_are_found_by_themselves():
+    found = {
+        "relu(x)²": Squared(), "gelu_tanh(x), one kernel": New(), "x · sigmoid(1.702 x), one kernel": Quick(),
+        "gelu(x)": nn.GELU(), "x · sigmoid(x)": nn.SiLU(),
+    }  # fmt: skip
+    for text, module in found.items():
+        assert str(recognize_activation(module)) == text
+    # relu, sigmoid and tanh keep nothing but their result.
+    for module in (nn.ReLU(), nn.Sigmoid(), nn.Identity(), nn.Dropout(), nn.Linear(3, 3), nn.ReLU6(), nn.Sequential()):
+        assert recognize_activation(module) is None
+    assert recognize_activation(Half()) is None
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), New(), Quick()], ids=["gelu", "written out", "quick gelu"])
+def test_the_result_of_an_activation_is_not_kept(act):
+    """The layer after it gets the result from a recipe, with the gradients that it gives without one."""
+    model, x = nn.Sequential(nn.Linear(8, 40), act, nn.Linear(40, 8)), torch.randn(3, 5, 8)
+
+    def run(recompute):
+        with tigon.fuse(model, recompute=recompute) as fusion:
+            y = model(x)
+            grads = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+        assert fusion.report().calls == {"mlp": 1}
+        return fusion.report().bytes_not_kept, (y.detach(), *grads)
+
+    plain = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    (kept, first), (left_out, second) = run("product"), run("cheap")
+    assert (kept, left_out) == (0, 3 * 5 * 40 * 4)
+    for one, other, expected in zip(first[1:], second[1:], plain, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [acts.ACTS["gelu_tanh"], acts.ACTS["silu"]], ids=lambda row: row.name)
+def test_a_written_out_activation_in_one_kernel(act):
+    """Value and slope against fp64, in bf16: half a rounding each, so no further off than torch's own code."""
+    x = torch.linspace(-9, 9, 200).bfloat16().requires_grad_()
+    y = activation(x, act.name, input_multiplier=QUICK, multiplier=1 / QUICK)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    exact = x.detach().double().requires_grad_()
+    expected = act.value(exact * QUICK) / QUICK
+    (expected_slope,) = torch.autograd.grad(expected.sum(), exact)
+    for ours, theirs in ((y, expected), (slope, expected_slope)):
+        assert (ours.double() - theirs).abs().max() <= 2**-8 * theirs.abs().max()
+        assert ((ours.double() - theirs).abs() <= 2**-8 * theirs.abs() + 1e-6).all()
+
+
+def test_an_activation_takes_what_its_module_takes():
     model, x = nn.Sequential(nn.Linear(4, 8), Squared(), nn.Linear(8, 4)), torch.randn(3, 4)
     plain = model(x)
     with tigon.fuse(model) as fusion:
@@ -452,10 +512,6 @@ def test_the_square_of_relu_is_found_by_itself():
 
 
 def test_gelu_written_out_is_found():
-    class New(nn.Module):  # as in T5 1.1, and GPT-2
-        def forward(self, x):
-            return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
-
     assert recognize_mlp(Gate(New())) == Gated("a", "b", "c", "gelu_tanh", "f")
 
 
@@ -465,10 +521,6 @@ def test_near_misses_of_gated_mlps_are_refused(variant):
 
 
 def test_gelu_approximated_otherwise_is_refused():
-    class Quick(nn.Module):
-        def forward(self, x):
-            return x * torch.sigmoid(1.702 * x)
-
     assert isinstance(recognize_mlp(Gate(Quick())), Reason)
 
 

@@ -21,7 +21,7 @@ from tigon.ops.linear import dense_mlp
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
 # follows a norm (these models repeat k for the heads, which makes another tensor of it).
-NOT_KEPT = {"llama": 4, "gemma3": 6, "qwen3_moe": 6, "cohere": 2, "phi3": 4, "gpt2": 4, "gpt_oss": 4}
+NOT_KEPT = {"llama": 4, "gemma3": 6, "qwen3_moe": 6, "cohere": 2, "phi3": 4, "gpt2": 6, "gpt_oss": 4}
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from tigon.fusion.documents.packs import Documents, read_documents
+from tigon.fusion.documents.packs import Documents, find_tokens, read_documents, read_rows
 from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.shared_prefix.attention import Shared
+from tigon.kernels import use_triton
 
 CHUNKED = "create_chunked_causal_mask"
 # Makes the masks of a text model in the model around it, as Gemma 3 with images does.
@@ -31,6 +32,8 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED, OU
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
 CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+
+CACHES = ("past_key_values", "cache")  # the argument's name in transformers before 5.24, and since
 
 
 class PackedMask(Deferred):
@@ -83,12 +86,16 @@ class PackedForward:
     def __call__(self, ledger: Ledger, module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         documents = read_documents(arguments) if len(args) <= len(self.names) else None
+        if documents is None and self.defers and not self.has_decoder and len(args) <= len(self.names):
+            documents = self._read_rows(module.config, arguments)
         outer, _running.call = _running.call, None
         try:
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
                 if arguments.get("output_attentions", getattr(module.config, "output_attentions", None)):
                     _running.call.build("attention weights were asked for")
+                if documents.are_rows:
+                    return self.forward(module, **arguments)
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
@@ -105,6 +112,18 @@ class PackedForward:
             return run(*args, **kwargs)
         finally:
             _running.call = outer
+
+    def _read_rows(self, config: Any, arguments: dict[str, Any]) -> Documents | None:
+        """The rows of a batch that is not packed, where transformers would build scores or a dense mask for them.
+
+        Eager attention builds all scores, and a window takes a dense mask under SDPA. Without kernels both stay.
+        """
+        name, x = get_implementation(config), find_tokens(arguments)
+        if x is None or not use_triton(x.new_empty((), dtype=torch.float32)):
+            return None
+        is_eager = name in (None, "eager")
+        has_window = name == "sdpa" and (getattr(config, "sliding_window", None) or x.shape[1]) < x.shape[1]
+        return read_rows(arguments, padded=is_eager) if is_eager or has_window else None
 
     def _warn_of_leaks(self, module: Any) -> None:
         find, self.find_leaks = self.find_leaks, None
@@ -165,6 +184,7 @@ def get_implementation(config: Any) -> str | None:
 def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     signature = inspect.signature(original)
     has_skip = "allow_is_causal_skip" in signature.parameters
+    cache = next((cache for cache in CACHES if cache in signature.parameters), CACHES[0])
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -183,10 +203,17 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         ):
             return original(*args, **kwargs)
 
+        are_rows = call.documents.are_rows
+        if are_rows and "sliding" not in name and get_implementation(config) == "sdpa":
+            return original(*args, **kwargs)  # needs no mask
+
         def build() -> Any:
+            if are_rows:
+                return original(*args, **kwargs)
             # Beside a mask or a cache, which is empty, transformers would not look for documents.
-            changes = {"position_ids": call.documents.get_positions(), "past_key_values": None, "attention_mask": None}
-            return original(**{**given, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
+            kept = {name: value for name, value in given.items() if name not in CACHES}
+            changes = {"position_ids": call.documents.get_positions(), cache: None, "attention_mask": None}
+            return original(**{**kept, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
 
         is_changed = any(given.get(change) is not None for change in CHANGES)
         if name == OUTSIDE and call.forward.has_decoder and not is_changed:

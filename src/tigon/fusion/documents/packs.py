@@ -21,11 +21,13 @@ class Documents:
 
     offsets: (B + 1,) int32, the start of each document and the number of tokens; None where positions alone tell, and
     torch.compile traces or a CUDA graph is captured. shape: the batch's rows and tokens. positions: the call's own,
-    or None.
+    or None. are_rows: the batch is not packed, and each document is a row, or the padding in it.
     """
 
-    def __init__(self, offsets: Tensor | None, shape: tuple[int, int], positions: Tensor | None = None) -> None:
-        self.offsets, self.shape, self._positions = offsets, shape, positions
+    def __init__(
+        self, offsets: Tensor | None, shape: tuple[int, int], positions: Tensor | None = None, are_rows: bool = False
+    ) -> None:
+        self.offsets, self.shape, self._positions, self.are_rows = offsets, shape, positions, are_rows
 
     def get_positions(self) -> Tensor:
         """Each token's position in its document, (rows, tokens)."""
@@ -47,8 +49,8 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
         model made: attention other than flash would mix documents.
     """
     offsets, positions, mask = (call.get(name) for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
-    x = next((t for t in (call.get("input_ids"), call.get("inputs_embeds")) if isinstance(t, Tensor)), None)
-    if x is None or x.is_meta or x.dim() < 2 or is_functorch_active():
+    x = find_tokens(call)
+    if x is None or is_functorch_active():
         return None
     shape = x.shape[0], x.shape[1]
     if offsets is None and (mask is not None or not isinstance(positions, Tensor)):
@@ -78,6 +80,44 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
     elif mask is not None:
         return "the call brings a mask"
     return Documents(offsets.to(x.device, torch.int32), shape)
+
+
+def read_rows(call: Mapping[str, Any], *, padded: bool) -> Documents | None:
+    """The rows of a call that is not packed, each a document; None where attention must read the call's own mask.
+
+    padded: rows may have padding at either end, which becomes a document of its own. So tokens see what they see with
+    the mask. What the padding itself sees differs, as it does from one attention of transformers to another. The host
+    waits for the device once, and only where there is a mask.
+    """
+    x, mask = find_tokens(call), call.get("attention_mask")
+    if x is None or torch.compiler.is_compiling() or is_functorch_active():
+        return None
+    if not _is_empty(call.get("past_key_values")) or any(call.get(name) is not None for name in ELSEWHERE):
+        return None
+    rows, tokens = x.shape[0], x.shape[1]
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=x.device) * tokens
+    if mask is None:
+        return Documents(starts, (rows, tokens), are_rows=True)
+    if not isinstance(mask, Tensor) or mask.shape != (rows, tokens) or mask.device != x.device or is_captured(x):
+        return None
+    seen = mask.bool()
+    count, first = seen.sum(1), seen.int().argmax(1)
+    stop = first + count
+    place = torch.arange(tokens, device=x.device)
+    is_one_run = (seen == ((place >= first[:, None]) & (place < stop[:, None]))).all()
+    whole, one_run = torch.stack([seen.all(), is_one_run]).tolist()
+    if whole:
+        return Documents(starts, (rows, tokens), are_rows=True)
+    if not padded or not one_run:
+        return None
+    begins = starts[:-1, None] + torch.stack([torch.zeros_like(first), first, stop], 1)
+    return Documents(torch.cat([begins.view(-1).int(), starts[-1:]]), (rows, tokens), are_rows=True)
+
+
+def find_tokens(call: Mapping[str, Any]) -> Tensor | None:
+    """The tokens or embeddings in a decoder's call, (rows, tokens, …); None if there are none that can be computed."""
+    x = next((t for t in (call.get("input_ids"), call.get("inputs_embeds")) if isinstance(t, Tensor)), None)
+    return None if x is None or x.is_meta or x.dim() < 2 else x
 
 
 def _is_empty(cache: Any) -> bool:

@@ -84,7 +84,7 @@ def fuse(
             "head": when you pass labels, compute the loss without building the logits.
             "norm", "add_norm", "qk_norm": run each RMS or layer norm as a single kernel, together with the residual
             sum before a norm, and with the rotation after a head norm.
-            "mlp", "rotary": run gated MLPs, relu² and rotary embeddings as a single kernel each.
+            "mlp", "rotary": run gated MLPs, other MLPs' activations and rotary embeddings as a single kernel each.
             "experts": run a mixture's experts together, without a loop or a copy of their tokens; the router stays.
             "adapters": run the frozen linear layers that carry PEFT's LoRA adapters together with their adapters, all
             layers with a shared input at once.
@@ -101,8 +101,9 @@ def fuse(
         where: (name, module) → whether fuse may replace the module's forward; the name as in
             `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": a
-            gated unit's product; "cheap": also norm results, and heads that are normed and rotated, for about 1 % of
-            the step time; "mlp": also gate and up, a token tile at a time, for about a seventh of the step time.
+            gated unit's product; "cheap": also results of norms, of other activations, and of heads that are normed
+            and rotated, for about 1 % of the step time; "mlp": also gate and up, a token tile at a time, for about a
+            seventh of the step time.
             "auto": "cheap" for a batch that is large enough to keep the device busy, else "product".
         offload: keep saved activations in pinned host memory until backward (GPU only). With checkpointing these are
             the layers' inputs.

@@ -1,4 +1,4 @@
-"""Attention of packed batches, in decoders of transformers that make causal masks."""
+"""Attention of packed batches, and of rows under eager attention or in windows, in decoders of transformers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tigon.fusion.engine.patch import Patch
 from tigon.fusion.engine.reasons import REPLACED, Reason
 
 WHAT = "attention of packed batches by tigon.varlen_attention"
+IN_WINDOWS = "attention of packed batches, and in windows, by tigon.varlen_attention"
+NOT_EAGER = "attention of packed batches, and in place of eager attention, by tigon.varlen_attention"
 READS_TYPE = Reason("it changes its mask by the mask's type, so packed batches have a dense mask")
 NO_REGISTRY = Reason("no causal attention in it uses transformers' registry, so packed batches have a dense mask")
 
@@ -62,6 +64,7 @@ class DocumentsPart(Part):
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
         from tigon.fusion.documents import attention
+        from tigon.fusion.documents.masks import get_implementation
         from tigon.fusion.documents.recognize import reads_type_of_mask
         from tigon.fusion.shared_prefix.attention import REGISTRY
 
@@ -81,7 +84,9 @@ class DocumentsPart(Part):
             site.install(layer, made, Patch(self, site.ledger))
         else:
             site.rewrite(self, layer, made)
-        site.record_fused(self, layer, WHAT, key=type(layer).__name__)
+        what = IN_WINDOWS if getattr(layer, "sliding_window", None) else WHAT
+        what = NOT_EAGER if get_implementation(layer.config) in (None, "eager") else what
+        site.record_fused(self, layer, what, key=type(layer).__name__)
         return True
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:

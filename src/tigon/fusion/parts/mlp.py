@@ -21,6 +21,7 @@ from tigon.fusion.engine.probe import (
     Case,
     build_probe,
     linear_widths,
+    list_arguments,
     recognition,
     record_attempt,
     run,
@@ -367,7 +368,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
     others = [k for k in children if k not in widths]
     roles = list(_roles(widths)) if len(widths) in (2, 3) else []
-    if not roles:
+    if not roles or "attention_mask" in list_arguments(module):
         return None
     # Every attention has three square layers too, so the report does not mention such modules.
     silent = all(before == after for before, after in widths.values())
@@ -399,12 +400,28 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
                     return replace(gated, held=tuple(numbers.items()))
     if silent:
         return None
+    names = getattr(analyze_forward(module), "names", None) or ()
+    for name, between in BETWEEN.items():
+        if name in names and all(_is_known(children[k]) for k in acts if k):
+            return Reason(f"it {between} between its layers, and only its activation can run fused")
     if len(others) > 1:
         return Reason(f"it has other modules: {', '.join(others)}")
     name = type(children[others[0]]).__name__ if others else "its own activation"
     # Two layers whose widths fit are often no gated unit.
     advice = "" if len(widths) == 2 else f"down(act(gate(x)) · up(x)) is fused, act being one of {', '.join(ACTS)}"
     return Reason(f"its results match neither swiglu, geglu nor reglu ({name})", advice)
+
+
+# What an MLP's code calls, and what that does, where no formula has it.
+BETWEEN = {
+    "clamp": "clamps gate and up to a limit", "std": "leaves out the smaller gates by a row's mean and deviation",
+}  # fmt: skip
+
+
+def _is_known(act: nn.Module) -> bool:
+    x = torch.linspace(-4, 4, 64)
+    y = run(act, x)
+    return isinstance(y, Tensor) and any(torch.allclose(y, row.value(x), atol=1e-5) for row in ACTS.values())
 
 
 def has_state(module: nn.Module) -> bool:
@@ -591,4 +608,4 @@ def rounded_product(gate: Tensor, up: Tensor | None) -> Tensor:
     return (gate * up).abs()
 
 
-register(ModulePart("mlp", recognize_mlp, mlp_forward, add=add_mlp))
+register(ModulePart("mlp", recognize_mlp, mlp_forward, owns_activation=True, add=add_mlp))
