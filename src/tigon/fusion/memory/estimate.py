@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from tigon.kernels.autocast import autocast_device
 from tigon.kernels.dispatch import meta_as_gpu
 
 PARTS = ("weights", "optimizer", "gradients", "activations", "head and loss", "temporary")
@@ -115,6 +116,7 @@ def step_memory(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_arriving(tracker, units))
         stack.enter_context(_marked_head(model, tracker))
+        stack.enter_context(_meta_autocast())
         for mode in (meta_as_gpu(), tracker, _GPU(tracker)):
             stack.enter_context(mode)
         try:
@@ -241,6 +243,22 @@ class _GPU(TorchFunctionMode):
 
 def _is_half(t: Tensor) -> bool:
     return t.dtype in (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def _meta_autocast() -> Iterator[None]:
+    """Let `torch.autocast("meta")` switch the CPU's autocast: PEFT's adapters on stacked experts name their device."""
+    plain = torch.autocast
+
+    class Autocast(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, device_type: str, *args: Any, **options: Any) -> None:
+            super().__init__(autocast_device(device_type), *args, **options)
+
+    torch.autocast = Autocast  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.autocast = plain  # type: ignore[misc]
 
 
 # Functions that language models call, from torch's lists (https://docs.pytorch.org/docs/stable/amp.html, CUDA).
