@@ -220,7 +220,9 @@ def _make_op(name: str, oss: bool, shapes: tuple[Shape, ...]) -> Op:
             "eager": Implementation(lambda: _eager(oss), note="a loop over the experts, as transformers' own"),
             "transformers": Implementation(lambda: _load_transformers(oss), note="grouped_mm", gpu_only=True),
             "transformers-compile": Implementation(
-                lambda: torch.compile(_load_transformers(oss)), note="grouped_mm, compiled", gpu_only=True,
+                lambda: torch.compile(_load_transformers(oss)),
+                note="grouped_mm, compiled",
+                gpu_only=True,
                 on_request=True,
             ),
             "transformers-batched": Implementation(

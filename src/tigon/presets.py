@@ -205,7 +205,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         n_shared_experts=1, n_routed_experts=384, num_experts_per_tok=8, n_group=1, topk_group=1,
         routed_scaling_factor=2.827, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
         qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-6,
-        rope_parameters=_rope(5e4, rope_type="yarn", original_max_position_embeddings=4096, **{**_DEEPSEEK_SCALING, "factor": 32.0}),
+        rope_parameters=_rope(
+            5e4, rope_type="yarn", original_max_position_embeddings=4096, **{**_DEEPSEEK_SCALING, "factor": 32.0}
+        ),
         tie_word_embeddings=False, bos_token_id=163584, eos_token_id=163585,
     ),
     "glm-4.5-air": dict(
