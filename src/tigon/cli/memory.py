@@ -104,9 +104,6 @@ class Sides:
         # The layers stay whole on the meta device, with the difference in bytes kept beside them.
         narrow = _linear_layers(self.model) if setup.quantize else []
         self.saved = sum(m.weight.nbytes - stored_bytes(m, setup.quantize) for m in narrow)
-        # bitsandbytes has no stacked experts: the plain model keeps them whole.
-        stacks = _stacked_experts(self.model) if setup.quantize == "nf4" else []
-        self.saved_fused = self.saved + sum(t.nbytes - stacked_bytes(t.shape) for t in stacks)
         self.dense = max((m.weight.nbytes for m in narrow), default=0)
         if setup.lora:
             adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
@@ -137,10 +134,8 @@ class Sides:
     def _subtract_quantized(self, found: StepMemory) -> StepMemory:
         """The memory with quantised weights, the largest of which is dequantised during the product."""
 
-        saved = self.saved if self.fusion is None else self.saved_fused
-
         def moment(there: Any, dense: int) -> Any:
-            parts = {**there.parts, "weights": there.parts["weights"] - saved}
+            parts = {**there.parts, "weights": there.parts["weights"] - self.saved}
             parts["temporary"] += dense
             return dataclasses.replace(there, parts=parts)
 
@@ -164,14 +159,6 @@ def _linear_layers(model: Any) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
 
 
-def _stacked_experts(model: Any) -> list[Any]:
-    """The weights of stacked experts, as `moe_mlp` takes them: (experts, outputs, inputs)."""
-    from tigon.fusion.parts.experts import Experts, recognize_experts
-
-    found = ((module, recognize_experts(module)) for module in model.modules())
-    return [t for module, kind in found if isinstance(kind, Experts) for t in kind.weights(module)[:2]]
-
-
 def stored_bytes(layer: Any, word: str | None) -> int:
     """A linear layer's weight bytes as --quantize stores it."""
     numbers: int = layer.weight.numel()
@@ -186,12 +173,6 @@ def four_bit_bytes(numbers: int) -> int:
     maxima = -(-numbers // 64)
     tables = 4 * (16 + 256 + 1)  # for the codes and the maxima, and their mean
     return -(-numbers // 2) + maxima + 4 * -(-maxima // 256) + tables
-
-
-def stacked_bytes(shape: tuple[int, ...]) -> int:
-    """The bytes of stacked experts (E, N, K) in nf4: codes, and an fp32 scale per 64 weights of a row."""
-    E, N, K = shape
-    return E * N * (-(-K // 2) + 4 * -(-K // 64))
 
 
 def find_capacity(text: str | None) -> tuple[str, float] | None:
