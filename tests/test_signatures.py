@@ -37,6 +37,7 @@ LONG = {
     "fuse": "which modules, and the kinds of change that a user switches on one by one",
     "fit": "what is fitted on what, and what a run that goes on takes and says",
     "item_softmax": "queries, items, targets and biases, and what a tigon.Head has of scale and group",
+    "moe_mlp": "tokens, their choices, two stacks of weights, and an adapter beside each",
     "plan_memory": "what makes an index, and how long its ids are",
     "prefix_attention": "q, k, v and their layout, and the options of attention functions by their names",
     "search_blocks": "what is searched by what, where it is kept and measured, and what a search says",

@@ -13,6 +13,8 @@ from tigon.fusion.engine.model import PARTS as PARTS
 from tigon.fusion.engine.model import Fusion as Fusion
 from tigon.fusion.engine.model import fuse as fuse
 from tigon.fusion.fp8.options import FP8 as FP8
+from tigon.fusion.quantized_experts import dequantize_experts as dequantize_experts
+from tigon.fusion.quantized_experts import quantize_experts as quantize_experts
 from tigon.fusion.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch
 from tigon.kernels import use_backend as use_backend
 from tigon.losses.head.head import Head as Head
@@ -32,7 +34,9 @@ from tigon.ops.dyt import dyt as dyt
 from tigon.ops.embedding import embedding as embedding
 from tigon.ops.embedding_bag import embedding_bag as embedding_bag
 from tigon.ops.experts import moe_mlp as moe_mlp
+from tigon.ops.experts.adapter import ExpertAdapter as ExpertAdapter
 from tigon.ops.experts.options import Expert as Expert
+from tigon.ops.experts.quantized import QuantizedExperts as QuantizedExperts
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.fusion.memory.estimate's
 QUANTIZE = ("nf4", "fp4", "int8")
+FOUR_BITS = ("nf4", "fp4")  # in these, stacked experts are in 4 bits too
 RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")  # tigon.fusion.memory.recompute's
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
 # GiB that the drivers report, by the vendors' card names, in the order in which messages list them.
@@ -57,7 +58,9 @@ class StepOptions:
     lora: int | None = option(None, "Rank of LoRA adapters.", min=1)
     lora_targets: str = option("all-linear", "Layers with adapters, separated by commas.")
     lora_dropout: float = option(0.0, "Dropout before the adapters.", min=0, max=0.999)
-    quantize: str | None = option(None, f"{', '.join(QUANTIZE)}: 4-bit or 8-bit frozen linear layers under adapters.")
+    quantize: str | None = option(
+        None, f"{', '.join(QUANTIZE)}: 4-bit or 8-bit frozen linear layers under adapters, and 4-bit experts."
+    )
     attention: str | None = option(None, "sdpa, eager, flash_attention_2, …")
     gpus: int = option(1, "GPUs to shard weights, gradients and optimizer states over.", min=1)
 
@@ -105,6 +108,8 @@ class Sides:
         narrow = _linear_layers(self.model) if setup.quantize else []
         self.saved = sum(m.weight.nbytes - stored_bytes(m, setup.quantize) for m in narrow)
         self.dense = max((m.weight.nbytes for m in narrow), default=0)
+        if setup.quantize in FOUR_BITS:
+            self._count_experts(choose_format(source.config))
         if setup.lora:
             adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
         if adapters is not None:
@@ -113,6 +118,16 @@ class Sides:
         if setup.gradient_checkpointing:
             checkpoint_activations(self.model)
         self.fusion: Any = None
+
+    def _count_experts(self, format: Any) -> None:
+        """Count stacked experts as `tigon.quantize_experts` stores them."""
+        from tigon.fusion.quantized_experts import find_stacks
+        from tigon.ops.experts.quantized import count_bytes
+        from tigon.ops.experts.quantized_products import WORKSPACE
+
+        for stack in find_stacks(self.model):
+            self.saved += stack.nbytes - count_bytes(tuple(stack.shape), format)
+            self.dense = max(self.dense, min(stack.nbytes, WORKSPACE))
 
     def memory(self) -> StepMemory:
         """The memory for a step with the current model. Raises tigon.fusion.memory.estimate.CannotEstimate."""
@@ -148,6 +163,13 @@ class Sides:
         level: Any = self.setup.recompute  # the command has validated the value
         self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload, fp8=self.setup.fp8)
         return self.fusion
+
+
+def choose_format(config: Any) -> str:
+    """The 4-bit format of stacked experts: the checkpoint's mxfp4, or nf4."""
+    from tigon.cli.model import stored_form
+
+    return "mxfp4" if stored_form(config) == "mxfp4" else "nf4"
 
 
 def _linear_layers(model: Any) -> list[Any]:

@@ -21,7 +21,9 @@ from tigon.cli.problem import Problem, check_writable, is_disk_full, is_out_of_m
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
+from tigon.cli.train.four_bit import load_linears, place_experts
 from tigon.cli.train.options import HEADLESS, SHARING, TASKS, RewardArguments, TrainOptions, trl
+from tigon.fusion.parts.stacks import list_quantized
 from tigon.integrations.capture import CapturedSteps, count_most_tokens
 from tigon.manifest import check_manifest, write_manifest
 from tigon.training.capture.recorder import can_capture
@@ -146,14 +148,20 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
             "revision": model_config.model_revision, "attn_implementation": model_config.attn_implementation,
             "dtype": model_config.dtype, **(arguments.model_init_kwargs or {}),
         }  # fmt: skip
+    model, quantization = load_linears(source, options), trl.get_quantization_config(model_config)
+    has_experts = model is not None
+    if has_experts:
+        quantization = arguments.model_init_kwargs = None  # both are for a model that TRL loads
+    else:
+        model = source.name if source.weights else build_model(options, source, tokenizer)
     try:
         trainer = getattr(trl, TASKS[options.task].trainer)(
-            model=source.name if source.weights else build_model(options, source, tokenizer),
+            model=model,
             args=arguments,
             train_dataset=train_rows,
             eval_dataset=test_rows,
             processing_class=tokenizer,
-            quantization_config=trl.get_quantization_config(model_config),
+            quantization_config=quantization,
             peft_config=trl.get_peft_config(model_config),
             **own,
         )
@@ -163,10 +171,13 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         # A process that fails alone breaks the connections of the others, whose errors say only that.
         sentence = f"--task {options.task}: {type(error).__name__}: {one_line(error)}"
         raise Problem(sentence, is_own=True) from error
+    if has_experts:
+        place_experts(trainer.model, source, trainer.args.device)
     trainer.create_model_card = lambda *_, **__: None  # each checkpoint would overwrite the user's own
     for parameter in trainer.model.parameters():
         # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
-        if parameter.requires_grad and stored_form(trainer.model.config):
+        is_narrow = stored_form(trainer.model.config) or getattr(trainer.model, "is_loaded_in_4bit", False)
+        if parameter.requires_grad and is_narrow:
             parameter.data = parameter.data.float()
     if trainer.is_fsdp_enabled:
         check_quantized_shards(trainer.model, trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
@@ -209,6 +220,10 @@ def check_quantized_shards(model: Any, policy: Any) -> None:
     """Raise Problem for quantised weights that FSDP cannot gather as they are. policy: FSDP's mixed precision."""
     compute = getattr(policy, "param_dtype", None)
     for module in model.modules():
+        if list_quantized(module):
+            raise Problem(
+                "--load_in_4bit: FSDP cannot shard stacked experts in 4 bits; train each GPU's own copy (DDP)"
+            )
         if "8bit" in type(module).__name__:
             raise Problem("--load_in_8bit: FSDP cannot shard 8-bit weights; use --load_in_4bit")
         stored = module.weight.dtype if hasattr(module, "quant_state") else compute

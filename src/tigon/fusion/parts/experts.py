@@ -36,10 +36,12 @@ from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.fp8.layers import run_experts_in_fp8, why_not_in_fp8
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.mlp import has_state
+from tigon.fusion.parts.stacks import read_stack, view_as_dense
 from tigon.kernels import autocast_dtype, use_triton
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Expert
+from tigon.ops.experts.quantized import QuantizedExperts
 from tigon.ops.experts.reference import moe_mlp_reference
 
 GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, all with the same formula
@@ -101,17 +103,24 @@ class Experts:
             up_offset=self.up_offset,
         )
 
-    def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        first, second = getattr(module, self.gate_up), getattr(module, self.down)
-        if self.by_columns:
-            first, second = first.transpose(1, 2), second.transpose(1, 2)
+    def weights(self, module: nn.Module) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+        """The stacks (E, out, in), tensors or `QuantizedExperts`, and the biases."""
+        stacks = (read_stack(module, n) for n in (self.gate_up, self.down))
+        first, second = (w.transpose(1, 2) if self.by_columns and isinstance(w, Tensor) else w for w in stacks)
         biases = (None if n is None else getattr(module, n) for n in (self.gate_up_bias, self.down_bias))
         return first, second, next(biases), next(biases)
 
 
-@recognition
 def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     """The stacked experts' formula; a Reason if a module is named experts and Tigon lacks the formula; else None."""
+    found: Experts | Reason | None = None
+    if not isinstance(module, QuantizedExperts):
+        found = _recognize_dense(view_as_dense(module))
+    return found
+
+
+@recognition
+def _recognize_dense(module: nn.Module) -> Experts | Reason | None:
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in parameters.values()) == 0:
         return None
@@ -325,11 +334,12 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     experts = formula.weights(self)
     if not _fits(x, index, weights, experts):
         return plain_forward(self, *args, **kwargs)
-    # In a compiled graph the reference would have to run every token through every expert.
-    if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
-        return plain_forward(self, *args, **kwargs)
     gate_up, down, gate_up_bias, down_bias = experts
-    if patch.fp8 is not None:
+    # In a compiled graph the reference would have to run every token through every expert.
+    dense = (w.table if isinstance(w, QuantizedExperts) else w for w in experts)
+    if torch.compiler.is_compiling() and not use_triton(x, weights, *dense):
+        return plain_forward(self, *args, **kwargs)
+    if patch.fp8 is not None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         key = ("experts", type(self))
         y = run_experts_in_fp8(patch, x, index, weights, gate_up, down)
         if y is not None:
@@ -341,8 +351,11 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return moe_mlp(x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(self))
 
 
-def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:
+def _fits(x: Any, index: Any, weights: Any, experts: tuple[Any, ...]) -> bool:
     """Whether all are plain tensors on one device, and the weights have x's dtype or get that dtype from autocast."""
+    if any(isinstance(w, QuantizedExperts) and w.device != x.device for w in experts):
+        return False
+    experts = tuple(w for w in experts if not isinstance(w, QuantizedExperts))
     floats = (x, weights, *(t for t in experts if t is not None))
     if any(not isinstance(t, Tensor) or hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in (index, *floats)):
         return False

@@ -31,17 +31,21 @@ from tigon.kernels import (
     weight_and_bias,
 )
 from tigon.ops.example import Example
+from tigon.ops.experts.adapter import ExpertAdapter, Factors, cast_factors, check_adapter
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
+from tigon.ops.experts.quantized import QuantizedExperts
 from tigon.ops.experts.reference import moe_mlp_reference
 
-# Stacked weights for all experts, without or with biases.
-Experts = Tensor | tuple[Tensor, Tensor | None]
+# A stack of weights for all experts, and stacks without or with biases.
+Stack = Tensor | QuantizedExperts
+Experts = Stack | tuple[Stack, Tensor | None]
 
 
 def moe_mlp(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Experts, down: Experts, *,
-    config: Expert = DEFAULT, **unknown: NoReturn,
+    config: Expert = DEFAULT, gate_up_adapter: ExpertAdapter | None = None,
+    down_adapter: ExpertAdapter | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Run each token through its K experts, and sum the weighted results.
 
@@ -53,8 +57,13 @@ def moe_mlp(
         gate_up: (E, 2I, D), x's dtype, gate above up; or a pair (weight, bias) with a bias (E, 2I). For weights stored
             as (E, D, 2I) pass gate_up.transpose(1, 2): the kernels read the view without a copy, and the gradient has
             the same strides.
-        down: (E, D, I), x's dtype, in either memory order; or a pair (weight, bias) with a bias (E, D).
+        down: (E, D, I), x's dtype, in either memory order; or a pair (weight, bias) with a bias (E, D). In place of a
+            weight both arguments take a `tigon.QuantizedExperts`, which stays in 4 bits and gets no gradient: the
+            result is that of its `dequantize(x.dtype)`.
         config: a `tigon.Expert`: activation, gate, clamp and offset.
+        gate_up_adapter: a `tigon.ExpertAdapter`, A (E, r, D) and B (E, 2I, r): adds scale · B (A x) to gate_up's
+            product. The sum of weight and adapter is never built.
+        down_adapter: likewise for down, A (E, r, I) and B (E, D, r). The two ranks may differ.
     Returns: (T, D) in x's dtype; summed in fp32 and rounded once.
     Raises: ValueError for invalid shapes, dtypes, devices or options.
 
@@ -72,36 +81,52 @@ def moe_mlp(
     if unknown:
         raise unknown_keyword("moe_mlp", unknown, HOMES)
     check_tensors("moe_mlp", x=x, top_k_index=top_k_index, top_k_weights=top_k_weights)
-    gate_up_weight, gate_up_bias = weight_and_bias("moe_mlp", "gate_up", gate_up, linear=False)
-    down_weight, down_bias = weight_and_bias("moe_mlp", "down", down, linear=False)
+    gate_up_weight, gate_up_bias = _read_experts("gate_up", gate_up)
+    down_weight, down_bias = _read_experts("down", down)
     experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
+    check_adapter("gate_up_adapter", gate_up_adapter, tuple(gate_up_weight.shape), x)
+    check_adapter("down_adapter", down_adapter, tuple(down_weight.shape), x)
+    factors = [cast_factors(adapter, dtype) for adapter in (gate_up_adapter, down_adapter)]
     if autocast_dtype(x.device.type) is None:
-        return _moe(x, top_k_index, top_k_weights, *experts, config.options())
+        return _moe(x, top_k_index, top_k_weights, *experts, *factors, config.options())
     # `to` is differentiable: each gradient returns in its parameter's dtype. Routing weights multiply in fp32, so they
     # need no cast.
-    cast = [t if t is None else t.to(dtype) for t in (x, *experts)]
+    cast = [t.to(dtype) if isinstance(t, Tensor) else t for t in (x, *experts)]
     with torch.autocast(autocast_device(x.device.type), enabled=False):  # tensors are cast already
-        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], config.options())  # type: ignore[arg-type,call-arg]
+        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], *factors, config.options())  # type: ignore[arg-type,call-arg]
     return y.to(x.dtype)
 
 
+def _read_experts(argument: str, layer: Experts) -> tuple[Stack, Tensor | None]:
+    """The weights and the bias of gate_up or down."""
+    weight, bias = layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None)
+    if isinstance(weight, QuantizedExperts) and (bias is None or isinstance(bias, Tensor)):
+        return weight, bias
+    return weight_and_bias("moe_mlp", argument, layer, linear=False)
+
+
 def _moe(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, options: Options,
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Stack, down: Stack, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, gate_up_factors: Factors, down_factors: Factors, options: Options,
 ) -> Tensor:  # fmt: skip
-    experts = (gate_up, down, gate_up_bias, down_bias)
+    stacks = [w.pack() if isinstance(w, QuantizedExperts) else w for w in (gate_up, down)]
+    biases = (gate_up_bias, down_bias)
     # top_k_index is omitted: use_triton expects float tensors.
-    if not use_triton(x, weights, *experts):
-        return moe_mlp_reference(x, index, weights, *experts, options)
-    wants = (x, weights, gate_up, gate_up_bias, down)  # the gradient for down's bias does not need z
+    tensors = (w if isinstance(w, Tensor) else w.table for w in stacks)
+    if not use_triton(x, weights, *tensors, *biases) or gate_up_factors[0] is not None or down_factors[0] is not None:
+        dense = (w.dequantize(x.dtype) if isinstance(w, QuantizedExperts) else w for w in (gate_up, down))
+        return moe_mlp_reference(x, index, weights, *dense, *biases, options, gate_up_factors, down_factors)
+    experts = [w if isinstance(w, Tensor) else w.codes for w in stacks] + [*biases]
+    frozen = [t for w in stacks for t in ((None, None) if isinstance(w, Tensor) else w[1:])]
+    wants = (x, weights, *experts[:3])  # the gradient for down's bias does not need z
     # Save z, the layer's widest tensor, only if a backward pass can follow: an operator's outputs stay allocated.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
-    return _moe_mlp(x, index, weights, *experts, keep, *options)
+    return _moe_mlp(x, index, weights, *experts, keep, *frozen, *options)
 
 
 def _check(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Stack, down: Stack, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, gated: bool,
 ) -> torch.dtype:  # fmt: skip
     """Raise a ValueError for invalid arguments, else return the products' dtype: x's, or autocast's."""
@@ -117,7 +142,7 @@ def _check(
             f"moe_mlp: top_k_weights must be floats of top_k_index's shape {tuple(index.shape)}, "
             f"got {tuple(weights.shape)} {weights.dtype}."
         )
-    if down.dim() != 3 or down.shape[1] != D:
+    if len(down.shape) != 3 or down.shape[1] != D:
         raise ValueError(f"moe_mlp: down must be (E, D, I) with D = {D}, the width of x, got {tuple(down.shape)}.")
     E, _, width = down.shape
     width *= 2 if gated else 1
@@ -143,7 +168,7 @@ def _check(
         if t.device != x.device:
             raise ValueError(f"moe_mlp: {must} on x's device {x.device}, got {t.device}.")
     for must, t in experts:
-        if t is not None and t.dtype != x.dtype and autocast is None:
+        if isinstance(t, Tensor) and t.dtype != x.dtype and autocast is None:
             raise ValueError(f"moe_mlp: {must} of x's dtype {x.dtype}, got {t.dtype}.")
     return autocast or x.dtype
 

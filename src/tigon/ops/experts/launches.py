@@ -23,6 +23,14 @@ from tigon.kernels import (
 )
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.products import _rows_kernel, _weight_bwd_kernel
+from tigon.ops.experts.quantized_products import (
+    MANY_ROWS,
+    Packed,
+    choose_experts,
+    expand,
+    multiply_rows,
+    split_experts,
+)
 from tigon.ops.experts.routing import Routing, empty_routing, route, rows_of_a_tile, tiles_at_most
 from tigon.ops.experts.rows import expert_sum, take, token_sum, weight_sum
 from tigon.ops.experts.units import unit, unit_bwd
@@ -79,8 +87,10 @@ def _precision(a: Tensor) -> str:
 # ---------------------------------------------------------------------------------------------------------- products
 
 
-def _with_unit_stride(w: Tensor) -> Tensor:
-    """Return w if its rows or columns have unit stride, else a contiguous copy."""
+def _stack(w: Tensor, scales: Tensor | None, table: Tensor | None) -> Tensor | Packed:
+    """Return the weights for a product: w if its rows or columns have unit stride, else a copy; 4 bits as they are."""
+    if scales is not None and table is not None:
+        return Packed(w, scales, table)
     # A transposed weight needs no copy: the kernel takes both strides, and the descriptor puts the unit-stride
     # dimension last.
     return w if w.stride(2) == 1 or w.stride(1) == 1 else w.contiguous()
@@ -95,11 +105,18 @@ def _gradient_room(w: Tensor) -> Tensor:
 
 
 def _rows_by_weight(
-    a: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, *, transposed: bool = False
-) -> None:
-    """Write a (S, K) times each expert's w, (N, K) or with `transposed` (K, N), to y (S, N)."""
+    a: Tensor, w: Tensor | Packed, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, *,
+    transposed: bool = False, tiles: int | None = None,
+) -> None:  # fmt: skip
+    """Write a (S, K) times each expert's w, (N, K) or with `transposed` (K, N), to y (S, N).
+
+    tiles: the tiles to visit, where w holds some of the experts.
+    """
+    if isinstance(w, Packed):
+        _rows_by_packed(a, w, bias, routing, y, rows, transposed)
+        return
     (S, K), N, E = a.shape, y.shape[1], w.shape[0]
-    tiles = tiles_at_most(S, E, rows)
+    tiles = tiles_at_most(S, E, rows) if tiles is None else tiles
     if not tiles or not N:
         return
     if transposed:
@@ -124,8 +141,28 @@ def _rows_by_weight(
         block = (1, block_k, block_n) if by_columns else (1, block_n, block_k)
         # Descriptors hold addresses, so each call makes new descriptors; only the plan is cached.
         operands = describe(a, (rows, block_k)), describe(lies, block)
-    key = (S, E, N, K, rows, strides, a.dtype, bias is None, described, precision)
+    key = (S, E, N, K, tiles, rows, strides, a.dtype, bias is None, described, precision)
     launch(_rows_kernel, key, (y, *operands, bias, routing.tiles, routing.offsets), plan)
+
+
+def _rows_by_packed(
+    a: Tensor, w: Packed, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, transposed: bool
+) -> None:
+    """`_rows_by_weight` for weights in 4 bits: dequantized in the product, or with many rows before it."""
+    S, E = a.shape[0], w.codes.shape[0]
+    if S < MANY_ROWS * E:
+        multiply_rows(a, w, bias, routing, y, rows, _precision(a), transposed=transposed)
+        return
+    N, K = (a.shape[1], y.shape[1]) if transposed else (y.shape[1], a.shape[1])
+    room = None
+    for first, last in split_experts(E, N * K, a.element_size()):
+        if room is None:
+            room = a.new_empty((last - first, N, K))
+        dense = expand(w.choose_experts(first, last), room[: last - first])
+        part = None if bias is None else bias[first:last]
+        chosen = choose_experts(routing, first, last)
+        tiles = tiles_at_most(S, E, rows)
+        _rows_by_weight(a, dense, part, chosen, y, rows, transposed=transposed, tiles=tiles)
 
 
 def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
@@ -154,6 +191,7 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
 
 # --------------------------------------------------------------------------------------------------------- launches
 
+_FROZEN = "Tensor? gate_up_scales, Tensor? gate_up_table, Tensor? down_scales, Tensor? down_table"
 _OPTIONS = "str act, bool gated, bool interleaved, float alpha, float? limit, float up_offset"
 
 
@@ -166,12 +204,13 @@ def _moe_mlp_fwd_fake(
     return x.new_empty(x.shape), z, *empty_routing(index, gate_up.shape[0])
 
 
-@launcher(_moe_mlp_fwd_fake, rest=_OPTIONS, results=6)
+@launcher(_moe_mlp_fwd_fake, rest=f"{_FROZEN}, {_OPTIONS}", results=6)
 def _moe_mlp_fwd(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, keep: bool, *options: Any,
+    down_bias: Tensor | None, keep: bool, *frozen_and_options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (E, D, N), K = down.shape, index.shape[1]
+    frozen, options = frozen_and_options[:4], Options(*frozen_and_options[4:])
+    E, D, N, K = *_sizes(x, gate_up, options), index.shape[1]
     S = index.numel()
     # Depends on shapes alone: forward and backward agree without a device synchronization.
     rows = rows_of_a_tile(S, E, x.dtype)
@@ -179,15 +218,20 @@ def _moe_mlp_fwd(
     room = x.new_empty((S, D))  # workspace: the experts' input rows, then their output rows
     take(view_rows(x), routing, room, K)
     z = x.new_empty((S, gate_up.shape[1]))
-    _rows_by_weight(room, _with_unit_stride(gate_up), _dense(gate_up_bias), routing, z, rows)
+    _rows_by_weight(room, _stack(gate_up, *frozen[:2]), _dense(gate_up_bias), routing, z, rows)
     h = x.new_empty((S, N))
-    unit(z, h, routing, Options(*options))
+    unit(z, h, routing, options)
     if not keep:
         z = x.new_empty((0,))
-    _rows_by_weight(h, _with_unit_stride(down), _dense(down_bias), routing, room, rows)
+    _rows_by_weight(h, _stack(down, *frozen[2:]), _dense(down_bias), routing, room, rows)
     y = x.new_empty(x.shape)
     token_sum(room, routing, weights.contiguous(), y, K)
     return y, z, *routing
+
+
+def _sizes(x: Tensor, gate_up: Tensor, options: Options) -> tuple[int, int, int]:
+    """E, D and I: gate_up is (E, 2I, D), or (E, I, D) without a gate, or its codes."""
+    return gate_up.shape[0], x.shape[1], gate_up.shape[1] // (2 if options.gated else 1)
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
@@ -220,7 +264,7 @@ def _moe_mlp_bwd_fake(
 
 @launcher(
     _moe_mlp_bwd_fake,
-    rest=f"Tensor z, Tensor order, Tensor place, Tensor offsets, Tensor tiles, {_OPTIONS}",
+    rest=f"Tensor z, Tensor order, Tensor place, Tensor offsets, Tensor tiles, {_FROZEN}, {_OPTIONS}",
     results=6,
 )
 def _moe_mlp_bwd(
@@ -231,11 +275,12 @@ def _moe_mlp_bwd(
 
     reuse: dz may overwrite z. Never set in a compiled graph, whose operators must not mutate their inputs.
     """
-    z, order, place, offsets, tiles, *options = saved
+    z, order, place, offsets, tiles, *frozen_and_options = saved
+    frozen, options = frozen_and_options[:4], Options(*frozen_and_options[4:])
     routing = Routing(order, place, offsets, tiles)
     gradient = _rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias)
     found = [x.new_empty(0) for _ in range(6)]
-    (E, D, N), K = down.shape, index.shape[1]
+    E, D, N, K = *_sizes(x, gate_up, options), index.shape[1]
     S = order.shape[0]
     rows = rows_of_a_tile(S, E, x.dtype)
     index, weights, dy, x = index.contiguous(), weights.contiguous(), view_rows(dy), view_rows(x)
@@ -251,14 +296,14 @@ def _moe_mlp_bwd(
         take(dy, routing, room, K)
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
-            _rows_by_weight(room, _with_unit_stride(down), None, routing, dh, rows, transposed=True)
+            _rows_by_weight(room, _stack(down, *frozen[2:]), None, routing, dh, rows, transposed=True)
         h = None if not needs[3] else x.new_empty((S, N)) if dh is None else dh
         if need_dz:
             dz = z if reuse else _like(z)
         # Zeros for experts with width 0, where unit_bwd launches nothing. Otherwise every element read below is
         # written.
         dots = x.new_zeros((S,), dtype=torch.float32) if needs[1] else None
-        unit_bwd(z, dh, weights, routing, dz, h, dots, Options(*options))
+        unit_bwd(z, dh, weights, routing, dz, h, dots, options)
         if dots is not None:
             found[1] = gradient(1)
             weight_sum(dots, routing, index, dy, _dense(down_bias), found[1])
@@ -272,7 +317,7 @@ def _moe_mlp_bwd(
         _weight_bwd(dz, room, routing, found[2])
     if dz is not None and needs[0]:
         found[0] = gradient(0)
-        _rows_by_weight(dz, _with_unit_stride(gate_up), None, routing, room, rows, transposed=True)
+        _rows_by_weight(dz, _stack(gate_up, *frozen[:2]), None, routing, room, rows, transposed=True)
         token_sum(room, routing, None, found[0], K)
     if dz is not None and of_bias[0]:
         found[4] = gradient(4)
@@ -284,9 +329,8 @@ def _moe_mlp_bwd(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, act, gated, interleaved, alpha, limit, up_offset = inputs
-    ctx.options = act, gated, interleaved, alpha, limit, up_offset
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.options = inputs[12:]
+    ctx.save_for_backward(*inputs[:7], *output[1:], *inputs[8:12])
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.acts import ACTS
+from tigon.ops.experts.adapter import NO_FACTORS, Factors, multiply_adapted
 from tigon.ops.experts.options import Options
 
 
 def moe_mlp_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, options: Options,
+    down_bias: Tensor | None, options: Options, gate_up_factors: Factors = NO_FACTORS,
+    down_factors: Factors = NO_FACTORS,
 ) -> Tensor:  # fmt: skip
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     # unbind once: indexing per expert would allocate a full-size gradient for each expert.
-    matrices = (w.unbind() for w in (gate_up, down))
-    biases = ([None] * gate_up.shape[0] if b is None else b.unbind() for b in (gate_up_bias, down_bias))
-    of_experts = list(zip(*matrices, *biases, strict=True))
-    for expert, (first, second, first_bias, second_bias) in enumerate(of_experts):
+    E = gate_up.shape[0]
+    first, second = (
+        list(zip(*([None] * E if t is None else t.unbind() for t in (w, bias, *factors[:2])), strict=True))
+        for w, bias, factors in ((gate_up, gate_up_bias, gate_up_factors), (down, down_bias, down_factors))
+    )
+
+    def run_expert(x: Tensor, expert: int) -> Tensor:
+        z = multiply_adapted(x, *first[expert], gate_up_factors[2])
+        y = multiply_adapted(activation_reference(z, options), *second[expert], down_factors[2])
+        return y.to(wide)
+
+    for expert in range(E):
         # A graph (and meta) cannot know an expert's rows: run all rows through each expert, most with weight 0.
         if torch.compiler.is_compiling() or x.is_meta:
             share = torch.where(index == expert, weights.to(wide), 0.0).sum(-1)
-            out = out + share[:, None] * _one_expert(x, first, second, first_bias, second_bias, options).to(wide)
+            out = out + share[:, None] * run_expert(x, expert)
         else:
             # Synchronizes with the device. As in the kernels, indices outside [0, E) match no expert.
             token, choice = torch.where(index == expert)
-            y = _one_expert(x[token], first, second, first_bias, second_bias, options).to(wide)
-            out.index_add_(0, token, weights[token, choice, None].to(wide) * y)
+            out.index_add_(0, token, weights[token, choice, None].to(wide) * run_expert(x[token], expert))
     return out.to(x.dtype)
-
-
-def _one_expert(
-    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, options: Options
-) -> Tensor:
-    return F.linear(activation_reference(F.linear(x, gate_up, gate_up_bias), options), down, down_bias)
 
 
 def activation_reference(z: Tensor, options: Options) -> Tensor:

@@ -1,0 +1,83 @@
+"""Models with stacked experts in 4 bits: `--load_in_4bit` of transformers leaves the experts as they are.
+
+The model is loaded on the CPU. Its linear layers and stacks reach the GPU one at a time, and stay there in 4 bits:
+gpt-oss's experts in the MXFP4 numbers of its checkpoint, other experts in nf4.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.quantization_config import QuantizationMethod
+
+from tigon.cli.memory import choose_format
+from tigon.cli.model import Source, load_model, random_model, stored_form
+from tigon.cli.train.options import TrainOptions
+from tigon.fusion.quantized_experts import find_stacks, quantize_experts
+
+
+def load_linears(source: Source, options: TrainOptions) -> Any:
+    """Load a model with stacked experts, with its linear layers in 4 bits; None for models that transformers loads.
+
+    Linear layers except the head become layers of bitsandbytes, as `--load_in_4bit` says. `place_experts` goes on.
+    """
+    stored = stored_form(source.config)
+    if not (options.model.load_in_4bit and source.weights and stored in (None, "mxfp4")):
+        return None
+    config = copy.deepcopy(source.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        if not find_stacks(random_model(config)):
+            return None
+    if stored:
+        fields = source.config.quantization_config
+        fields = fields if isinstance(fields, dict) else fields.to_dict()
+        config.quantization_config = {**fields, "dequantize": True}
+    own = dict(options.trainer.model_init_kwargs or {})
+    model: Any = load_model(source, own.pop("dtype", None), config=config, device_map=None, **own)
+    for holder in (model, model.config):  # the weights are dense now
+        for name in ("hf_quantizer", "quantization_config", "is_quantized"):
+            vars(holder).pop(name, None)
+    model.requires_grad_(False)
+    _quantize_linears(model, options.model, options.trainer.device)
+    model.is_loaded_in_4bit = True  # PEFT then adds its adapters for layers of bitsandbytes
+    # The trainer does not move such a model to the GPU, where dense experts may have no room.
+    model.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    return model
+
+
+def _quantize_linears(model: Any, arguments: Any, device: torch.device) -> None:
+    """Replace linear layers except the head by bitsandbytes' layers. arguments: TRL's ModelConfig."""
+    import bitsandbytes as bnb
+
+    head = model.get_output_embeddings()
+    linears = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    for name, linear in linears:
+        options = {"quant_type": arguments.bnb_4bit_quant_type, "quant_storage": arguments.bnb_4bit_quant_storage}
+        nested, bias = arguments.use_bnb_nested_quant, linear.bias
+        with torch.device("meta"):
+            layer = bnb.nn.Linear4bit(
+                linear.in_features, linear.out_features, bias is not None, compute_dtype=linear.weight.dtype,
+                compress_statistics=nested, **options,
+            )  # fmt: skip
+        if bias is not None:
+            layer.bias = bias
+        layer.weight = bnb.nn.Params4bit(
+            linear.weight.detach(), requires_grad=False, compress_statistics=nested, module=layer, **options
+        )
+        model.set_submodule(name, layer.to(device))  # quantizes
+
+
+def place_experts(model: Any, source: Source, device: torch.device) -> None:
+    """Store the experts of a model from `load_linears` in 4 bits, after PEFT has added its adapters, and move the rest.
+
+    PEFT nests the adapters of parametrized parameters in another order, and its checkpoints name them by the order:
+    adapters come first, as where they are merged.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    del inner.quantization_method
+    quantize_experts(model, choose_format(source.config), device=device)
+    model.to(device)

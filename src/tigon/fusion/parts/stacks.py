@@ -1,0 +1,77 @@
+"""The stacked weights of an experts module: parameters, or 4-bit weights that stand for parameters."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tigon.ops.experts.quantized import QuantizedExperts
+
+
+class StackParametrizations(parametrize.ParametrizationList):
+    """The parametrizations of a 4-bit stack: the stack itself, and during a call PEFT's adapter.
+
+    PEFT (0.21) adds an adapter's proxy before a call. After the call it looks for its `_LoraParameterProxy` only,
+    though a single adapter has a proxy of another class, which would stay and be added again by each call.
+    PEFT calls the module inside `parametrize.cached()`, where torch keeps what was read before the proxy.
+    """
+
+    def append(self, module: Any) -> Any:
+        expected: Any = getattr(sys.modules[type(module).__module__], "_LoraParameterProxy", None)
+        if expected is not None and not isinstance(module, expected):
+            kind = type("FactorsProxy", (expected,), {"forward": lambda self, w: self.delta_weight(w)})
+            module = kind(module)
+        parametrize._cache.clear()
+        return super().append(module)
+
+
+def replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dtype: torch.dtype) -> None:
+    """Let 4-bit weights stand for a parameter with a dtype."""
+    # A number of the dense dtype, which follows `.to(dtype)`: the dense weight has the dtype that it would have.
+    carrier = torch.zeros((), dtype=dtype, device=quantized.device)
+    module._parameters[name] = nn.Parameter(carrier, requires_grad=False)
+    parametrize.register_parametrization(module, name, quantized, unsafe=True)
+    changes: Any = module.parametrizations
+    changes[name].__class__ = StackParametrizations
+
+
+def read_stack(module: nn.Module, name: str) -> Tensor | QuantizedExperts:
+    """The weights (E, N, K) in 4 bits, or the tensor in the module's layout."""
+    return find_quantized(module, name) or getattr(module, name)
+
+
+def find_quantized(module: nn.Module, name: str) -> QuantizedExperts | None:
+    """The 4-bit weights behind an attribute, if nothing else changes them, as an active adapter of PEFT does."""
+    lists = module._modules.get("parametrizations")
+    changes = lists._modules.get(name) if isinstance(lists, nn.ModuleDict) else None
+    if not isinstance(changes, nn.ModuleList) or len(changes) != 1:
+        return None
+    only = changes[0]
+    return only if isinstance(only, QuantizedExperts) else None
+
+
+def list_quantized(module: nn.Module) -> dict[str, QuantizedExperts]:
+    lists = module._modules.get("parametrizations")
+    found = {k: find_quantized(module, k) for k in (lists._modules if isinstance(lists, nn.ModuleDict) else ())}
+    return {k: q for k, q in found.items() if q is not None}
+
+
+def view_as_dense(module: nn.Module) -> nn.Module:
+    """The module with plain parameters, on the meta device, in place of its 4-bit weights: what a probe copies."""
+    quantized = list_quantized(module)
+    if not quantized:
+        return module
+    plain = object.__new__(type(module).__bases__[0])  # the class from which torch's parametrize has derived
+    parameters, modules = dict(module._parameters), dict(module._modules)
+    del modules["parametrizations"]
+    for name, q in quantized.items():
+        E, N, K = q.shape
+        shape = (E, K, N) if q.by_columns else (E, N, K)
+        dtype = module.parametrizations[name].original.dtype  # type: ignore[index,union-attr]
+        parameters[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    vars(plain).update(vars(module), _parameters=parameters, _modules=modules)
+    return plain
