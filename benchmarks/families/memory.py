@@ -4,7 +4,8 @@
     python benchmarks/families/memory.py --only gpt-oss         some of them
 
 The estimate runs on the meta device at two depths, and the layers beyond count as the layers between the two: a step's
-memory grows by the same bytes with each further period of layers. memory.json beside this file holds the result, from
+memory grows by the same bytes with each further period of layers. Where the peak's moment depends on the depth, all
+layers run. memory.json beside this file holds the result, from
 which MkDocs makes tables.
 """
 
@@ -23,7 +24,9 @@ from families.page import escape_markdown
 FILE = Path(__file__).parent / "memory.json"
 RESULTS = Path(__file__).parents[1] / "results"
 SIZES = ((1, 2048), (1, 8192))
+SIDES = ("plain", "fused")
 GIB = 2**30
+DEEPER = 2  # how often the depths are doubled where the peak's moment changes with depth
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,18 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """How a model is built at two depths: `first` layers of another kind, then periods. targets: of the adapters."""
+    """How a model is built at two depths: `first` layers of another kind, then periods. targets: of the adapters.
+
+    Three layers at least: with shards two layers' gradients are whole at a time.
+    """
 
     period: int = 1
     first: int = 0
     targets: str = "all-linear"
 
-    def list_depths(self) -> tuple[int, int]:
-        return self.first + self.period, self.first + 2 * self.period
+    def list_depths(self, deeper: int = 0) -> tuple[int, int]:
+        periods = max(1, -(-3 // self.period)) * 2**deeper
+        return self.first + periods * self.period, self.first + (periods + 1) * self.period
 
 
 # Llama 4: its routers are linear layers that return two tensors, which PEFT cannot adapt.
@@ -79,27 +86,35 @@ def estimate(
     from tigon.cli.memory import Sides, StepOptions
     from tigon.cli.model import Source
 
-    found: list[tuple[dict[str, int], int, list[Any]]] = []
-    for depth in shape.list_depths():
+    def take(depth: int) -> dict[str, Any]:
         options = StepOptions(
             batch_size=batch, seq_len=seq, lora_targets=shape.targets, gradient_checkpointing=True, **method.options
         )
         sides = Sides(Source("", "preset", config(depth), weights=False), options)
-        peaks = {"plain": _peak(sides.memory())}
+        found: dict[str, Any] = {"plain": sides.memory(), "trained": sides.trained}
         sides.fuse()
-        peaks["fused"] = _peak(sides.memory())
-        found.append((peaks, sides.trained, list_parts(sides.fusion.report())))
-    (first, few, _), (second, more, parts) = found
-    periods = (layers - shape.list_depths()[1]) / shape.period
-    return (
-        {side: round(second[side] + periods * (second[side] - first[side])) for side in second},
-        round(more + periods * (more - few)),
-        parts,
-    )
+        return {**found, "fused": sides.memory(), "parts": list_parts(sides.fusion.report())}
+
+    for deeper in range(DEEPER + 1):
+        low, high = shape.list_depths(deeper)
+        if high >= layers:
+            break
+        few, more = take(low), take(high)
+        # A peak that moves with depth is not the whole model's: of few layers it may be the head's.
+        if all(few[s].peak.during == more[s].peak.during != "loss" for s in SIDES):
+            periods = (layers - high) / (high - low)
+            peaks = {
+                s: max(extend(few[s].peak.total, more[s].peak.total, periods),
+                       extend(few[s].update.total, more[s].update.total, periods))
+                for s in SIDES
+            }  # fmt: skip
+            return peaks, extend(few["trained"], more["trained"], periods), more["parts"]
+    whole = take(layers)
+    return {s: whole[s].peak.total for s in SIDES}, whole["trained"], whole["parts"]
 
 
-def _peak(memory: Any) -> int:
-    return max(memory.peak.total, memory.update.total)
+def extend(few: int, more: int, periods: float) -> int:
+    return round(more + periods * (more - few))
 
 
 def list_parts(report: Any) -> list[list[str]]:
@@ -137,7 +152,7 @@ def measure_model(name: str, say: Callable[[str], None] = print) -> dict[str, An
     return row
 
 
-# -------------------------------------------------------------------------------------------------------------- the page
+# ------------------------------------------------------------------------------------------------------------- the page
 
 
 def page(name: str) -> str:
@@ -148,7 +163,7 @@ def page(name: str) -> str:
         return "No estimate has been recorded yet."
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     return "\n".join([
-        f"`{name}` is `{row['class']}` with {row['parameters'] / 1e9:,.1f} billion parameters in {row['layers']} layers.",
+        f"`{name}`: `{row['class']}`, {row['parameters'] / 1e9:,.1f} billion parameters in {row['layers']} layers.",
         f"Peak memory in GiB, fused (plain), with gradient checkpointing, by `tigon inspect` ({versions}):", "",
         *make_memory_table(row), "", *list_fused(row), "", *make_measured_table(name),
     ])  # fmt: skip
@@ -188,8 +203,16 @@ def make_measured_table(name: str) -> list[str]:
         for row in content["rows"]:
             if row["model"] != name or row["measure"] != "speed":
                 continue
-            twin = next((r for r in content["rows"] if r["measure"] == "gradients" and r["model"] == name
-                         and (r["side"], r["rank"], r["quantized"]) == (row["side"], row["rank"], row["quantized"])), {})
+            twin = next(
+                (
+                    r
+                    for r in content["rows"]
+                    if r["measure"] == "gradients"
+                    and r["model"] == name
+                    and (r["side"], r["rank"], r["quantized"]) == (row["side"], row["rank"], row["quantized"])
+                ),
+                {},
+            )
             method = f"QLoRA, {row['quantized']}" if row["quantized"] else "LoRA" if row["rank"] else "full"
             size = f"{row['batch']} × {row['seq']:,}, {row['layers']} layers"
             cells = [content["environment"]["device"], f"{method}, {size}", row["side"]]

@@ -1,0 +1,58 @@
+"""The pages of model families: estimates from two depths are the whole model's, and every model stands on a page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tables
+from families import memory
+
+from tigon.presets import preset_config
+
+pytest.importorskip("transformers")
+PAGES = Path(__file__).parents[2] / "docs" / "families"
+
+
+def test_two_depths_give_the_memory_of_all_layers(monkeypatch):
+    layers, shape, method = 8, memory.Shape(), memory.METHODS["full, 8 GPUs"]
+
+    def config(depth):
+        return preset_config("llama-tiny", num_hidden_layers=depth, vocab_size=64)
+
+    exact = []
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "DEEPER", -1)  # no depths but the whole
+        exact = memory.estimate(config, shape, method, 2, 64, layers)
+    found = memory.estimate(config, shape, method, 2, 64, layers)
+    assert found[1:] == exact[1:]
+    assert found[0] == pytest.approx(exact[0], rel=1e-3)
+
+
+def test_every_model_stands_on_one_page():
+    marks = [mark for page in PAGES.glob("*.md") for mark in re.findall(r"<!-- family: (.+?) -->", page.read_text())]
+    assert sorted(marks) == sorted(memory.MODELS)
+
+
+def test_a_page_has_memory_parts_and_measured_steps(tmp_path, monkeypatch):
+    row = {"class": "QwenForCausalLM", "parameters": 30.5e9, "layers": 48,
+           "parts": [["norm", "QwenNorm", "fused", "x / rms(x)"], ["norm", "Other", "left", "no | formula"]],
+           "methods": {"lora": {"trained": 13e6, "sizes": {"1×2048": {"plain": 3 * 2**30, "fused": 2 * 2**30},
+                                                           "1×8192": {"reason": "it reads values"}}}}}  # fmt: skip
+    monkeypatch.setattr(memory, "FILE", tmp_path / "memory.json")
+    memory.FILE.write_text(json.dumps({"versions": {"peft": "1"}, "models": {"qwen3-30b-a3b": row}}))
+    monkeypatch.setattr(memory, "RESULTS", tmp_path)
+    text = tables.on_page_markdown("<!-- family: qwen3-30b-a3b -->")
+    assert "30.5 billion parameters in 48 layers" in text
+    assert "| LoRA, rank 16 | 13.0 M | **2.0** (3.0) | it reads values |" in text
+    assert r"| norm | `Other` | **left**: no \| formula |" in text
+    assert text.endswith("No step of this model has been measured yet.")
+    step = {
+        "model": "qwen3-30b-a3b", "rank": 16, "quantized": "", "side": "tigon", "batch": 4, "seq": 2048, "layers": 12,
+        "status": "ok", "peak_gib": 20.0, "tokens_per_s": 30000.0, "reason": "", "error": None,
+    }  # fmt: skip
+    rows = [{**step, "measure": "speed"}, {**step, "measure": "gradients", "error": 0.012}]
+    (tmp_path / "h200-models-2026.json").write_text(json.dumps({"environment": {"device": "H200"}, "rows": rows}))
+    text = tables.on_page_markdown("<!-- family: qwen3-30b-a3b -->")
+    assert "| H200 | LoRA, 4 × 2,048, 12 layers | tigon | 30,000 | 20.0 | 1.2e-02 |" in text
+    assert memory.page("llama-4-scout") == "No estimate has been recorded yet."
