@@ -3,10 +3,8 @@
     python benchmarks/families/memory.py                        every model; some ten minutes on one core
     python benchmarks/families/memory.py --only gpt-oss         some of them
 
-The estimate runs on the meta device at two depths, and the layers beyond count as the layers between the two: a step's
-memory grows by the same bytes with each further period of layers. Where the peak's moment depends on the depth, all
-layers run. memory.json beside this file holds the result, from
-which MkDocs makes tables.
+The estimate runs on the meta device. Hybrids run at two depths, and the layers beyond count as the layers between the
+two. memory.json beside this file holds the result, from which MkDocs makes tables.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ RESULTS = Path(__file__).parents[1] / "results"
 SIZES = ((1, 2048), (1, 8192))
 SIDES = ("plain", "fused")
 GIB = 2**30
-DEEPER = 2  # how often the depths are doubled where the peak's moment changes with depth
 
 
 @dataclass(frozen=True)
@@ -48,28 +45,20 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """How a model is built at two depths: `first` layers of another kind, then periods. targets: of the adapters.
+    """period: layers after which the kinds of layers repeat, where not all of them run. targets: of the adapters."""
 
-    Three layers at least: with shards two layers' gradients are whole at a time.
-    """
-
-    period: int = 1
-    first: int = 0
+    period: int = 0
     targets: str = "all-linear"
-
-    def list_depths(self, deeper: int = 0) -> tuple[int, int]:
-        periods = max(1, -(-3 // self.period)) * 2**deeper
-        return self.first + periods * self.period, self.first + (periods + 1) * self.period
 
 
 # Llama 4: its routers are linear layers that return two tensors, which PEFT cannot adapt.
 _ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 MODELS = {
-    "qwen3-next-80b-a3b": Shape(period=4), "qwen3.5-9b": Shape(period=4), "qwen3.5-35b-a3b": Shape(period=4),
-    "qwen3-30b-a3b": Shape(), "gpt-oss-20b": Shape(period=2), "gpt-oss-120b": Shape(period=2),
-    "deepseek-v3": Shape(first=3), "glm-4.5-air": Shape(first=1), "kimi-k2": Shape(first=1),
-    "gemma-3-4b": Shape(period=6), "gemma-4-26b-a4b": Shape(period=6), "llama-3.1-8b": Shape(),
-    "llama-4-scout": Shape(period=4, targets=_ATTENTION), "qwen3-vl-4b": Shape(period=4),
+    # Without fla's kernels the plain delta rule is thousands of small calls.
+    "qwen3-next-80b-a3b": Shape(4), "qwen3.5-9b": Shape(4), "qwen3.5-35b-a3b": Shape(4),
+    "qwen3-30b-a3b": Shape(), "gpt-oss-20b": Shape(), "gpt-oss-120b": Shape(), "deepseek-v3": Shape(),
+    "glm-4.5-air": Shape(), "kimi-k2": Shape(), "gemma-3-4b": Shape(), "gemma-4-26b-a4b": Shape(),
+    "llama-3.1-8b": Shape(), "llama-4-scout": Shape(targets=_ATTENTION), "qwen3-vl-4b": Shape(),
 }  # fmt: skip
 
 
@@ -95,14 +84,12 @@ def estimate(
         sides.fuse()
         return {**found, "fused": sides.memory(), "parts": list_parts(sides.fusion.report())}
 
-    for deeper in range(DEEPER + 1):
-        low, high = shape.list_depths(deeper)
-        if high >= layers:
-            break
+    low, high = 2 * shape.period, 3 * shape.period
+    if 0 < high < layers:
         few, more = take(low), take(high)
         # A peak that moves with depth is not the whole model's: of few layers it may be the head's.
         if all(few[s].peak.during == more[s].peak.during != "loss" for s in SIDES):
-            periods = (layers - high) / (high - low)
+            periods = layers / shape.period - 3
             peaks = {
                 s: max(extend(few[s].peak.total, more[s].peak.total, periods),
                        extend(few[s].update.total, more[s].update.total, periods))
