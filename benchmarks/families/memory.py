@@ -57,7 +57,7 @@ MODELS = {
     # Without fla's kernels the plain delta rule is thousands of small calls.
     "qwen3-next-80b-a3b": Shape(4), "qwen3.5-9b": Shape(4), "qwen3.5-35b-a3b": Shape(4),
     "qwen3-30b-a3b": Shape(), "gpt-oss-20b": Shape(), "gpt-oss-120b": Shape(), "deepseek-v3": Shape(),
-    "glm-4.5-air": Shape(), "kimi-k2": Shape(), "gemma-3-4b": Shape(), "gemma-4-26b-a4b": Shape(),
+    "glm-4.5-air": Shape(), "gemma-3-4b": Shape(), "gemma-4-26b-a4b": Shape(),
     "llama-3.1-8b": Shape(), "llama-4-scout": Shape(targets=_ATTENTION), "qwen3-vl-4b": Shape(),
 }  # fmt: skip
 
