@@ -1,10 +1,10 @@
 """Memory of a training step by model, method and size, as `tigon inspect` estimates it, for the pages of docs/families.
 
-    python benchmarks/families/memory.py                        every model; some ten minutes on one core
+    python benchmarks/families/memory.py                        every model; some half an hour on one core
     python benchmarks/families/memory.py --only gpt-oss         some of them
 
-The estimate runs on the meta device. Hybrids run at two depths, and the layers beyond count as the layers between the
-two. memory.json beside this file holds the result, from which MkDocs makes tables.
+The estimate runs on the meta device. Hybrids take longest: without fla the plain delta rule is thousands of small calls.
+memory.json beside this file holds the result, from which MkDocs makes tables.
 """
 
 from __future__ import annotations
@@ -45,17 +45,15 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """period: layers after which the kinds of layers repeat, where not all of them run. targets: of the adapters."""
+    """targets: of the adapters."""
 
-    period: int = 0
     targets: str = "all-linear"
 
 
 # Llama 4: its routers are linear layers that return two tensors, which PEFT cannot adapt.
 _ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 MODELS = {
-    # Without fla's kernels the plain delta rule is thousands of small calls.
-    "qwen3-next-80b-a3b": Shape(4), "qwen3.5-9b": Shape(4), "qwen3.5-35b-a3b": Shape(4),
+    "qwen3-next-80b-a3b": Shape(), "qwen3.5-9b": Shape(), "qwen3.5-35b-a3b": Shape(),
     "qwen3-30b-a3b": Shape(), "gpt-oss-20b": Shape(), "gpt-oss-120b": Shape(), "deepseek-v3": Shape(),
     "glm-4.5-air": Shape(), "gemma-3-4b": Shape(), "gemma-4-26b-a4b": Shape(),
     "llama-3.1-8b": Shape(), "llama-4-scout": Shape(targets=_ATTENTION), "qwen3-vl-4b": Shape(),
@@ -84,24 +82,8 @@ def estimate(
         sides.fuse()
         return {**found, "fused": sides.memory(), "parts": list_parts(sides.fusion.report())}
 
-    low, high = 2 * shape.period, 3 * shape.period
-    if 0 < high < layers:
-        few, more = take(low), take(high)
-        # A peak that moves with depth is not the whole model's: of few layers it may be the head's.
-        if all(few[s].peak.during == more[s].peak.during != "loss" for s in SIDES):
-            periods = layers / shape.period - 3
-            peaks = {
-                s: max(extend(few[s].peak.total, more[s].peak.total, periods),
-                       extend(few[s].update.total, more[s].update.total, periods))
-                for s in SIDES
-            }  # fmt: skip
-            return peaks, extend(few["trained"], more["trained"], periods), more["parts"]
     whole = take(layers)
     return {s: whole[s].peak.total for s in SIDES}, whole["trained"], whole["parts"]
-
-
-def extend(few: int, more: int, periods: float) -> int:
-    return round(more + periods * (more - few))
 
 
 def list_parts(report: Any) -> list[list[str]]:
