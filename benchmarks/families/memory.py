@@ -3,7 +3,7 @@
     python benchmarks/families/memory.py                        every model; some half an hour on one core
     python benchmarks/families/memory.py --only gpt-oss         some of them
 
-The estimate runs on the meta device. Hybrids take longest: without fla the plain delta rule is thousands of small calls.
+The estimate runs on the meta device. Hybrids take longest: the plain delta rule is thousands of small calls.
 memory.json beside this file holds the result, from which MkDocs makes tables.
 """
 
@@ -73,17 +73,14 @@ def estimate(
     from tigon.cli.memory import Sides, StepOptions
     from tigon.cli.model import Source
 
-    def take(depth: int) -> dict[str, Any]:
-        options = StepOptions(
-            batch_size=batch, seq_len=seq, lora_targets=shape.targets, gradient_checkpointing=True, **method.options
-        )
-        sides = Sides(Source("", "preset", config(depth), weights=False), options)
-        found: dict[str, Any] = {"plain": sides.memory(), "trained": sides.trained}
-        sides.fuse()
-        return {**found, "fused": sides.memory(), "parts": list_parts(sides.fusion.report())}
-
-    whole = take(layers)
-    return {s: whole[s].peak.total for s in SIDES}, whole["trained"], whole["parts"]
+    options = StepOptions(
+        batch_size=batch, seq_len=seq, lora_targets=shape.targets, gradient_checkpointing=True, **method.options
+    )
+    sides = Sides(Source("", "preset", config(layers), weights=False), options)
+    peaks = {"plain": sides.memory().peak.total}
+    sides.fuse()
+    peaks["fused"] = sides.memory().peak.total
+    return peaks, sides.trained, list_parts(sides.fusion.report())
 
 
 def list_parts(report: Any) -> list[list[str]]:
