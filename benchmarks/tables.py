@@ -8,6 +8,7 @@ MkDocs, which loads this file as a hook, puts the table in its place:
     <!-- table: four-gpus -->       a table of README: a key of README_TABLES
     <!-- matrix: *-memory.json -->  one line per case and one column per implementation, for each file that matches
     <!-- families -->               what `fuse` does to every class of transformers
+    <!-- family: gpt-oss-20b -->    a model's memory by method and size, its fused parts, and its measured steps
     <!-- activations -->            the activations of gated units
     <!-- operators: Norms -->       the documentation of the operators with an example in this group
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from families import memory
 from families import page as families
 
 ROOT = Path(__file__).parents[1]
@@ -334,6 +336,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "table": lambda name: README_TABLES[name](),
         "matrix": make_matrices,
         "families": lambda _: families.page(),
+        "family": memory.page,
         "activations": lambda _: make_activations(),
         "operators": list_operators,
     }

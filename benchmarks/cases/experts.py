@@ -122,9 +122,11 @@ def _load_tigon(oss: bool) -> Callable[..., Any]:
     return run
 
 
-def _load_transformers(oss: bool) -> Callable[..., Any]:
-    """Its implementation "grouped_mm", with the module that holds the weights played by a namespace."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
+def _load_transformers(oss: bool, name: str = "grouped_mm") -> Callable[..., Any]:
+    """One of its implementations, with the module that holds the weights played by a namespace."""
+    from transformers.integrations import moe
+
+    forward = getattr(moe, f"{name}_experts_forward")
 
     def run(
         x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
@@ -136,7 +138,25 @@ def _load_transformers(oss: bool) -> Callable[..., Any]:
             gate_up_proj=gate_up.transpose(1, 2) if oss else gate_up, gate_up_proj_bias=gate_up_bias,
             down_proj=down.transpose(1, 2) if oss else down, down_proj_bias=down_bias,
         )  # fmt: skip
-        return grouped_mm_experts_forward(module, x, top_k_index, top_k_weights)
+        return forward(module, x, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _load_sonic() -> Callable[..., Any]:
+    """SonicMoE by the function that transformers' implementation "sonicmoe" calls, from PyPI's package."""
+    from sonicmoe import moe_general_routing_inputs
+    from sonicmoe.enums import ActivationType
+
+    def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        tokens, choices = top_k_index.shape
+        token_index = torch.arange(tokens, device=x.device, dtype=torch.int32).repeat_interleave(choices)
+        y, _ = moe_general_routing_inputs(
+            x, top_k_weights.reshape(-1), token_index, top_k_index.reshape(-1).int(), gate_up.permute(1, 2, 0), None,
+            down.permute(1, 2, 0), None, E=len(down), stream_id=torch.cuda.current_stream(x.device).cuda_stream,
+            activation_type=ActivationType.SWIGLU, is_inference_mode_enabled=False, concat_layout=True,
+        )  # fmt: skip
+        return y  # type: ignore[no-any-return]
 
     return run
 
@@ -177,7 +197,11 @@ def _make_op(name: str, oss: bool, shapes: tuple[Shape, ...]) -> Op:
         "LigerFusedMoEFunction",
         lambda x, top_k_index, top_k_weights, gate_up, down: (x, gate_up, down, top_k_index.int(), top_k_weights),
     )
-    peers = {} if oss else {"liger": Implementation(of_liger, note="waits for the number of tiles", gpu_only=True)}
+    # Both compute silu(gate) · up alone.
+    peers = {} if oss else {
+        "liger": Implementation(of_liger, note="waits for the number of tiles", gpu_only=True),
+        "sonic": Implementation(_load_sonic, note="CuTe DSL kernels", gpu_only=True, where_installed=True),
+    }  # fmt: skip
     return Op(
         name=name,
         shape_names=("tokens", "width", "inner", "experts", "choices"),
@@ -195,6 +219,15 @@ def _make_op(name: str, oss: bool, shapes: tuple[Shape, ...]) -> Op:
             "tigon": Implementation(lambda: _load_tigon(oss)),
             "eager": Implementation(lambda: _eager(oss), note="a loop over the experts, as transformers' own"),
             "transformers": Implementation(lambda: _load_transformers(oss), note="grouped_mm", gpu_only=True),
+            "transformers-compile": Implementation(
+                lambda: torch.compile(_load_transformers(oss)),
+                note="grouped_mm, compiled",
+                gpu_only=True,
+                on_request=True,
+            ),
+            "transformers-batched": Implementation(
+                lambda: _load_transformers(oss, "batched_mm"), note="copies a weight for each choice", on_request=True
+            ),
             **peers,
         },
     )

@@ -254,3 +254,24 @@ def test_steps_with_adapters_that_were_measured_on_an_h100():
             ids = torch.zeros(row["batch"], row["seq"], dtype=torch.long, device="meta")
             found = step_memory(model, {"input_ids": ids, "labels": ids.clone()}, autocast=torch.bfloat16)
             assert found.peak.total / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), (name, side)
+
+
+def test_adapters_on_stacked_experts_have_an_estimate():
+    """PEFT switches autocast off by the weight's device, which is "meta" here."""
+    peft = pytest.importorskip("peft")
+    from tigon.presets import auto_class, preset_config
+
+    config = preset_config(
+        "qwen3-30b-a3b", num_hidden_layers=1, vocab_size=64, hidden_size=64, num_attention_heads=2, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    plain = torch.autocast
+    model = meta(lambda: auto_class(config).from_config(config))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=names))
+    ids = torch.zeros(1, 16, dtype=torch.long, device="meta")
+    found = step_memory(model, {"input_ids": ids, "labels": ids}, autocast=torch.bfloat16)
+    # Of each stack: A and B of rank 2 for four experts, and two moments in fp32.
+    assert found.update.parts["gradients"] == 4 * 2 * (64 + 64 + 32 + 64) * 4
+    assert found.update.parts["optimizer"] == 2 * found.update.parts["gradients"]
+    assert torch.autocast is plain

@@ -27,6 +27,16 @@ PARAMETERS = {
     "granite-3.1-8b": 8_170_848_256,
     "olmo-2-7b": 7_298_617_344,
     "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # without the module that predicts a second token
+    "qwen3.5-9b": 8_953_803_264,  # the text model
+    "qwen3.5-35b-a3b": 34_660_610_688,  # the text model
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "glm-4.5-air": 106_852_245_504,
+    "gemma-4-26b-a4b": 25_233_141_760,  # the text model
+    "llama-4-scout": 107_769_861_120,  # the text model
+    "qwen3-vl-4b": 4_437_815_808,
 }
 
 
@@ -42,8 +52,11 @@ def test_parameters(name):
 def test_fields_are_those_of_the_configuration_class(name):
     """A mistyped field would be kept as an attribute, and do nothing."""
     known = type(preset_config(name))()
-    # head_dim: Qwen3-MoE's attention asks for it, and its configuration has it only when it is given.
-    assert [key for key in PRESETS[name] if not hasattr(known, key) and key != "head_dim"] == []
+    known = {*known.to_dict(), *known.attribute_map}
+    # head_dim: Qwen3-MoE's attention asks for it, and its configuration has it only when it is given. Gemma 4's
+    # configuration keeps the other two by layer.
+    given = {"model_type", "head_dim", "global_head_dim", "num_global_key_value_heads"}
+    assert [key for key in PRESETS[name] if key not in known and key not in given] == []
 
 
 def test_overrides_go_to_the_text_model():

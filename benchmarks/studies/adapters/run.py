@@ -90,14 +90,14 @@ class Worker:
     `reason` says why it cannot any more; a fresh one may be able to, unless this one never came to be `ready`.
     """
 
-    def __init__(self, peer: str, logs: Path, folder: Path) -> None:
+    def __init__(self, peer: str, logs: Path, folder: Path, module: str = "studies.adapters.sides") -> None:
         self.peer, self.folder, self.began = peer, folder, time.monotonic()
         self.ready_file = Path(tempfile.mkdtemp(dir=folder)) / "ready"
         self.log = logs / f"{peer}.log"
         self.ready = False
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "studies.adapters.sides", peer, str(self.ready_file)],
+                [sys.executable, "-m", module, peer, str(self.ready_file)],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=folder,
                 env=environment(folder),
             )  # fmt: skip

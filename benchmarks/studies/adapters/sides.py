@@ -334,7 +334,7 @@ def compare(row: Row, found: dict[str, torch.Tensor], references: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- the worker
 
 
-def answer(request: dict[str, Any]) -> Row:
+def answer(request: dict[str, Any], measure: Callable[..., Row] = measure) -> Row:
     row, device = Row(**request["row"]), torch.device(request["device"])
     options = {name: request[name] for name in ("overrides", "warm", "steps")}
     try:
@@ -352,7 +352,7 @@ def answer(request: dict[str, Any]) -> Row:
         return replace(row, status="failed", reason=reason[:200])
 
 
-def serve(peer: str, ready: Path) -> int:
+def serve(peer: str, ready: Path, measure: Callable[..., Row] = measure) -> int:
     """Answer requests, a line of JSON each, by a file; end early where this process is no longer fit to measure."""
     import peft  # noqa: F401
     import transformers.modeling_utils  # noqa: F401
@@ -363,7 +363,7 @@ def serve(peer: str, ready: Path) -> int:
     ready.touch()
     for line in sys.stdin:
         request = json.loads(line)
-        row = answer(request)
+        row = answer(request, measure)
         gc.collect()
         left = 0.0
         if torch.cuda.is_available() and "CUDA error" not in row.reason:
