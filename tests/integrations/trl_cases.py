@@ -41,9 +41,13 @@ FURTHER = {
     "mistral": {"sliding_window": 8},
     "granite": {"logits_scaling": 3.0},
     "qwen3_5_text": {
-        "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    },  # fmt: skip
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.1, "output_router_logits": True},
 }
 

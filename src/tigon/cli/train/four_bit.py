@@ -1,6 +1,6 @@
 """Models with stacked experts in 4 bits: `--load_in_4bit` of transformers leaves the experts as they are.
 
-The model is loaded on the CPU. Its linear layers and stacks reach the GPU one at a time, and stay there in 4 bits:
+The model is loaded on the CPU. Linear layers and stacks reach the GPU one at a time, and stay there in 4 bits:
 gpt-oss's experts in the MXFP4 numbers of its checkpoint, other experts in nf4.
 """
 

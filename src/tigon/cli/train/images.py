@@ -31,7 +31,7 @@ def has_images(rows: Any) -> bool:
 
 
 def prepare_options(options: TrainOptions, source: Source) -> TrainOptions:
-    """The options for data with images: no packing, and no --max_length unless it was given, which could cut an image.
+    """The options for data with images: no packing, and no --max_length by default, which could cut an image.
 
     Raises: Problem for options that cannot go with images, and for a model that takes none.
     """
@@ -105,7 +105,7 @@ def prepare_rows(rows: Any, options: TrainOptions, processor: Any) -> Any:
         images = list(images) if isinstance(images, list) else [images]
         return {"images": [_place(image, folders) for image in images + found], **talk}
 
-    for name in COLUMNS:  # a column that datasets decodes is read as the paths and bytes that it has
+    for name in COLUMNS:  # a column that datasets decodes is read as paths and bytes
         if name in (rows.features or ()):
             rows = rows.cast_column(name, _store_undecoded(rows.features[name]))
     where, limit = f"--dataset_name {data}: row", options.trainer.max_length
@@ -181,7 +181,7 @@ def _place(image: Any, folders: list[Path]) -> Any:
     if "://" in image:
         return {"path": image, "bytes": None}
     path = Path(image).expanduser()
-    places = [folder / path for folder in folders]  # an absolute path stays as it is
+    places = [folder / path for folder in folders]  # absolute paths stay unchanged
     return {
         "path": str(next((place for place in places if place.is_file()), places[0] if places else path)),
         "bytes": None,

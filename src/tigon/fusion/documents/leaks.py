@@ -23,7 +23,7 @@ def find_leaks(model: nn.Module) -> list[str]:
     """The modules through which documents in a packed batch would read one another, each as "name (class)".
 
     Attention in transformers' decoders reads the token's own document alone, once `tigon.fuse` has fused the part
-    "documents"; so do delta rules and their convolutions, once it has fused "recurrence" and "conv". Another
+    "documents"; so do delta rules and their convolutions, with "recurrence" and "conv" fused. Another
     recurrence, a convolution over tokens or an encoder does not know where a document begins.
 
     Args:

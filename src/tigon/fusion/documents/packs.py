@@ -86,7 +86,7 @@ def read_rows(call: Mapping[str, Any], *, padded: bool) -> Documents | None:
     """The rows of a call that is not packed, each a document; None where attention must read the call's own mask.
 
     padded: rows may have padding at either end, which becomes a document of its own. So tokens see what they see with
-    the mask. What the padding itself sees differs, as it does from one attention of transformers to another. The host
+    the mask. The padding's own outputs differ, as between transformers' own attentions. The host
     waits for the device once, and only where there is a mask.
     """
     x, mask = find_tokens(call), call.get("attention_mask")

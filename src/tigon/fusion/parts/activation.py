@@ -1,10 +1,10 @@
 """Activations of MLPs without a gate, recognised by their numbers: one kernel, and a result that is not kept.
 
 The layer after an activation keeps the activation's result for its weight gradient, the widest tensor of such an MLP:
-four times the model's width. The activation keeps its input as well, and running it again costs one pass over the
+four times the model's width. The activation keeps the input as well, and a second run costs one pass over the
 memory. So where norm results are recomputed, activation results are, too.
 
-An activation that torch has a kernel for runs as it is. One that is written out in several torch operations (GPT-2's
+An activation with a kernel in torch runs unchanged. One that is written out in several torch operations (GPT-2's
 gelu, relu²) runs as one kernel. relu and sigmoid keep their result alone, so there is nothing to gain.
 """
 

@@ -14,7 +14,7 @@ from tigon.fusion.engine.probe import build_probe, get_full_shape, run
 
 # Row magnitudes from which eps is read: for any eps from 1e-24 to 1, some magnitude is near the root.
 _SIZES = torch.logspace(-12, 0, 25, dtype=torch.float64)
-SILU_IS_ONE = 1.2784645  # a gate with this number changes nothing, whether it comes before the norm or after it
+SILU_IS_ONE = 1.2784645  # a gate with this number changes nothing, before the norm or after
 _CLOSE = 2e-6  # how near, relatively, an eps measured on fp32 results lies to the eps in the code
 
 

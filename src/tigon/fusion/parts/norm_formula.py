@@ -62,7 +62,7 @@ class Norm:
     weight, bias, eps: the module's attribute names; None for a norm without them. eps is a number if no attribute
         holds eps.
     mixed: the formula also holds for an fp32 weight beside a narrower x.
-    wide: it also holds for an fp32 x beside a narrower weight and gate.
+    wide: also for an fp32 x beside a narrower weight and gate.
     native: the module calls operations that autocast runs in fp32, so that under autocast the result is fp32.
     width: the only width that a norm without weight accepts.
     ranks: the numbers of dimensions of x for which probes showed the formula.

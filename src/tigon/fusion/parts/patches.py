@@ -61,7 +61,7 @@ def _fits(module: Any, x: Any, formula: Patches) -> bool:
 def multiply_patches(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: tuple[int, ...]) -> Tensor:
     """F.conv2d or F.conv3d(x, weight, bias, stride=kernel), x (B, C, …) and weight (O, C, *kernel), by F.linear.
 
-    Like a convolution, it leaves out what does not fill a patch at the far edges.
+    As in a convolution, a remainder at the far edges that fills no patch is left out.
     """
     counts = [n // size for n, size in zip(x.shape[2:], kernel, strict=True)]
     for dim, (count, size) in enumerate(zip(counts, kernel, strict=True), 2):

@@ -1,7 +1,7 @@
 """Probes for functions that carry a state over tokens: running a function shows the formula, as probe.py does.
 
 Models call such functions by global names. transformers wraps each: the wrapper runs an installed package's kernel, or
-else a function in torch. The function in torch is probed, since it runs on the CPU; transformers takes the package's
+else a function in torch. The function in torch is probed, on the CPU; transformers takes the package's
 for equal to it.
 """
 

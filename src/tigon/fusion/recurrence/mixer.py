@@ -2,7 +2,7 @@
 
 A module whose functions all run by Tigon's operators may keep packed documents apart, and carry a prefix's state into
 several suffixes. A probe shows whether it does: a copy of the module, on the CPU, whose linear layers pick numbers from
-their input, so that it has the module's widths without its weights. Packed rows must be what separate rows are.
+their input: the module's widths without the weights. Packed rows must be what separate rows are.
 """
 
 from __future__ import annotations
