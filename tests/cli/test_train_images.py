@@ -97,6 +97,28 @@ def test_all_forms_of_rows_give_the_same_images_to_the_trainer(rows, stream, mod
             assert message["content"] == [*[{"type": "image"}] * len(names), talk(colour)[0]["content"][-1]]
 
 
+def test_images_fill_their_own_places_and_later_rows_count(models, pictures):
+    """A part's own image stays before the column's; rows of text alone come first, with strings or parts."""
+    from datasets import load_dataset
+
+    from tigon.cli.train.images import has_images, prepare_rows
+    from tigon.cli.train.options import parse_options
+
+    def read(rows):
+        file = str(write(pictures, rows, f"{len(rows)}.jsonl"))
+        given = ["--dataset_name", file, "--model_name_or_path", str(models["sees"]), *map(str, QUICK)]
+        return load_dataset("json", data_files=file, split="train"), parse_options(given)
+
+    row = {"images": ["images/red.png"], "messages": talk("red")}
+    row["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": "images/blue.png"}})
+    (ready,) = prepare_rows(*read([row]), make_processor())
+    assert [image.tobytes() for image in ready["images"]] == [paint(name).tobytes() for name in ("blue", "red")]
+    for first in ("it is red", [{"type": "text", "text": "it is red"}]):
+        rows = [{"messages": [{"role": "user", "content": first}, *talk("red")[1:]]}] * 2
+        assert not has_images(read(rows)[0])
+        assert has_images(read([*rows, in_parts()[0]])[0])
+
+
 def test_images_become_an_adapter_with_its_processor(here, models, pictures, tmp_path):
     from transformers import AutoProcessor
 
