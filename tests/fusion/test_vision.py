@@ -217,7 +217,13 @@ def test_a_tower_that_masks_all_images_at_once_needs_no_mask(monkeypatch):
         return [y.detach(), *(p.grad.clone() for p in model.parameters())]
 
     plain = run(tower)
+    eager = copy.deepcopy(tower)
+    eager.set_attn_implementation("eager")
+    seen = eager(pixels, image_sizes=image_sizes, output_attentions=True).attentions
     monkeypatch.setattr(pixtral, "generate_block_attention_mask", None)
+    with tigon.fuse(eager):
+        found = eager(pixels, image_sizes=image_sizes, output_attentions=True).attentions
+        torch.testing.assert_close(found, seen)
     with tigon.fuse(tower) as fusion:
         torch.testing.assert_close(run(tower), plain, rtol=1e-4, atol=1e-4)
         assert fusion.report().calls["images"] == 2
