@@ -40,7 +40,7 @@ def load_linears(source: Source, options: TrainOptions) -> Any:
         fields = fields if isinstance(fields, dict) else fields.to_dict()
         config.quantization_config = {**fields, "dequantize": True}
     own = dict(options.trainer.model_init_kwargs or {})
-    # The class that the weights are of, as TRL would choose it: a model may have one without its tower, too.
+    # The weights' own class, as TRL chooses: some models have another class without the tower.
     kind = getattr(transformers, (config.architectures or ("",))[0], None)
     model: Any = load_model(source, own.pop("dtype", None), kind, config=config, device_map=None, **own)
     for holder in (model, model.config):  # the weights are dense now

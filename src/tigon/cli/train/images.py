@@ -6,9 +6,11 @@ Rows may instead name files, relative to the data's folder, in the column or in 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,19 @@ COLUMNS = ("images", "image")
 TALKS = ("messages", "prompt", "completion")
 KINDS = ("image", "image_url")  # the types of parts that are images; the second as in OpenAI's messages
 PATHS = ("image", "path", "url", "image_url")  # where such a part may name its image
+FIRST_ROWS = 100  # of a stream
 
 
 def has_images(rows: Any) -> bool:
-    """Whether rows have a column of images, or a message with one; of a stream the first row decides."""
+    """Whether rows have a column of images, or a message with one; of a stream the first rows decide."""
     first = next(iter(rows))
     if any(name in first for name in COLUMNS):
         return True
+    some: Any = islice(rows, FIRST_ROWS)
     if isinstance(rows, datasets.Dataset):  # rows of text alone may come first
         talks = [name for name in TALKS if name in first and _may_have_parts(rows.features[name])]
-        return any(
-            _is_image(part) for row in (rows.select_columns(talks) if talks else ()) for part in _list_parts(row)
-        )
-    return any(_is_image(part) for part in _list_parts(first))
+        some = rows.select_columns(talks) if talks else ()
+    return any(_is_image(part) for row in some for part in _list_parts(row))
 
 
 def _may_have_parts(feature: Any) -> bool:
@@ -197,6 +199,8 @@ def _place(image: Any, folders: list[Path]) -> Any:
     """The path or the bytes of an image, as datasets stores them: a file is looked for in the data's folders."""
     if not isinstance(image, str):
         return image
+    if image.startswith("data:"):  # data:image/png;base64,…
+        return {"path": None, "bytes": base64.b64decode(image.partition(",")[2])}
     if "://" in image:
         return {"path": image, "bytes": None}
     path = Path(image).expanduser()
