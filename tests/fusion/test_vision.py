@@ -310,3 +310,21 @@ def test_rotations_in_two_dimensions_run_their_parts_as_gemma_4s_tower():
         assert fusion.report().calls == {"rotary": 4}  # q and k in two dimensions
         assert [row.what for row in fusion.report().fused_rows] == ["parts of a head: rotate halves, full"]
     torch.testing.assert_close(got, expected)
+
+
+def apply_rotary_pair(x, y, cos, sin, again=True):
+    return apply_rotary_one(x, y, cos, sin, False) if again else (x * cos + sin, y * cos + sin)
+
+
+def apply_rotary_one(x, y, cos, sin, again=True):
+    return apply_rotary_pair(x, y, cos, sin, False) if again else (x * cos - sin, y * cos - sin)
+
+
+class TurnsInCircles(nn.Module):
+    def forward(self, x):
+        return apply_rotary_pair(x, x, x, x)[0]
+
+
+def test_rotary_functions_that_call_each_other_are_left():
+    with tigon.fuse(nn.Sequential(TurnsInCircles())) as fusion:
+        assert "apply_rotary_pair" in str(fusion.report())
