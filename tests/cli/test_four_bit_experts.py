@@ -43,10 +43,10 @@ def gpt_oss(tmp_path_factory):
     return folder, dense
 
 
-def options_for(**changes):
+def options_for(task="sft", **changes):
     model = {"load_in_4bit": True, **changes}
     trainer = SimpleNamespace(device=torch.device("cpu"), model_init_kwargs={"dtype": "bfloat16"})
-    return SimpleNamespace(model=SimpleNamespace(**model), trainer=trainer)
+    return SimpleNamespace(task=task, model=SimpleNamespace(**model), trainer=trainer)
 
 
 def test_a_checkpoint_in_mxfp4_keeps_its_numbers(gpt_oss, monkeypatch):
@@ -55,6 +55,7 @@ def test_a_checkpoint_in_mxfp4_keeps_its_numbers(gpt_oss, monkeypatch):
     folder, dense = gpt_oss
     source = find_model(str(folder))
     assert four_bit.load_linears(source, options_for(load_in_4bit=False)) is None
+    assert four_bit.load_linears(source, options_for("reward")) is None  # TRL gives it a head
     model = four_bit.load_linears(source, options_for())
     four_bit.place_experts(model, source, torch.device("cpu"))
     experts = model.model.layers[0].mlp.experts
@@ -66,6 +67,19 @@ def test_a_checkpoint_in_mxfp4_keeps_its_numbers(gpt_oss, monkeypatch):
     with tigon.fuse(model) as fusion:
         model(input_ids=torch.arange(8)[None])
         assert fusion.report().calls["experts"] == 1
+
+
+def test_a_model_keeps_its_tower(monkeypatch, tmp_path):
+    """Qwen 3.5 has a class for its language model alone, which would pass over images."""
+    monkeypatch.setattr(four_bit, "_quantize_linears", lambda *_: None)
+    monkeypatch.setattr(four_bit, "trl", SimpleNamespace(get_quantization_config=lambda _: None))
+    text = {**SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+            "num_experts_per_tok": 2, "layer_types": ["full_attention"]}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    transformers.Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = four_bit.load_linears(find_model(str(tmp_path)), options_for())
+    assert type(model) is transformers.Qwen3_5MoeForConditionalGeneration
 
 
 def test_models_without_stacked_experts_are_loaded_by_transformers(checkpoint):

@@ -1,6 +1,7 @@
 """`tigon train` on rows with images: from files to an adapter, and what it says of rows that it cannot take."""
 
 import json
+from base64 import b64encode
 
 import pytest
 
@@ -95,6 +96,31 @@ def test_all_forms_of_rows_give_the_same_images_to_the_trainer(rows, stream, mod
         message = row["messages" if "messages" in row else "prompt"][0]
         if isinstance(message["content"], list):
             assert message["content"] == [*[{"type": "image"}] * len(names), talk(colour)[0]["content"][-1]]
+
+
+def test_images_fill_their_own_places_and_later_rows_count(models, pictures):
+    """A part's own image stays before the column's; rows of text alone come first, with strings or parts."""
+    from datasets import load_dataset
+
+    from tigon.cli.train.images import has_images, prepare_rows
+    from tigon.cli.train.options import parse_options
+
+    def read(rows, **options):
+        file = str(write(pictures, rows, f"{len(rows)}.jsonl"))
+        given = ["--dataset_name", file, "--model_name_or_path", str(models["sees"]), *map(str, QUICK)]
+        return load_dataset("json", data_files=file, split="train", **options), parse_options(given)
+
+    row = {"images": ["images/red.png"], "messages": talk("red")}
+    data = b64encode((pictures / "images" / "blue.png").read_bytes()).decode()
+    row["messages"][0]["content"].insert(
+        0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    )
+    (ready,) = prepare_rows(*read([row]), make_processor())
+    assert [image.tobytes() for image in ready["images"]] == [paint(name).tobytes() for name in ("blue", "red")]
+    for first in ("it is red", [{"type": "text", "text": "it is red"}]):
+        rows = [{"messages": [{"role": "user", "content": first}, *talk("red")[1:]]}] * 2
+        assert not has_images(read(rows)[0])
+        assert all(has_images(read([*rows, in_parts()[0]], streaming=stream)[0]) for stream in (False, True))
 
 
 def test_images_become_an_adapter_with_its_processor(here, models, pictures, tmp_path):

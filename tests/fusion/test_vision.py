@@ -217,7 +217,13 @@ def test_a_tower_that_masks_all_images_at_once_needs_no_mask(monkeypatch):
         return [y.detach(), *(p.grad.clone() for p in model.parameters())]
 
     plain = run(tower)
+    eager = copy.deepcopy(tower)
+    eager.set_attn_implementation("eager")
+    seen = eager(pixels, image_sizes=image_sizes, output_attentions=True).attentions
     monkeypatch.setattr(pixtral, "generate_block_attention_mask", None)
+    with tigon.fuse(eager):
+        found = eager(pixels, image_sizes=image_sizes, output_attentions=True).attentions
+        torch.testing.assert_close(found, seen)
     with tigon.fuse(tower) as fusion:
         torch.testing.assert_close(run(tower), plain, rtol=1e-4, atol=1e-4)
         assert fusion.report().calls["images"] == 2
@@ -304,3 +310,21 @@ def test_rotations_in_two_dimensions_run_their_parts_as_gemma_4s_tower():
         assert fusion.report().calls == {"rotary": 4}  # q and k in two dimensions
         assert [row.what for row in fusion.report().fused_rows] == ["parts of a head: rotate halves, full"]
     torch.testing.assert_close(got, expected)
+
+
+def apply_rotary_pair(x, y, cos, sin, again=True):
+    return apply_rotary_one(x, y, cos, sin, False) if again else (x * cos + sin, y * cos + sin)
+
+
+def apply_rotary_one(x, y, cos, sin, again=True):
+    return apply_rotary_pair(x, y, cos, sin, False) if again else (x * cos - sin, y * cos - sin)
+
+
+class TurnsInCircles(nn.Module):
+    def forward(self, x):
+        return apply_rotary_pair(x, x, x, x)[0]
+
+
+def test_rotary_functions_that_call_each_other_are_left():
+    with tigon.fuse(nn.Sequential(TurnsInCircles())) as fusion:
+        assert "apply_rotary_pair" in str(fusion.report())

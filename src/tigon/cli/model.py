@@ -212,8 +212,11 @@ def random_model(config: PretrainedConfig, *, any_head: bool = False, **options:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
 
 
-def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
-    """The model with its trained weights. Raises Problem if they are missing or unreadable."""
+def load_model(source: Source, dtype: Any, kind: Any = None, **options: Any) -> PreTrainedModel:
+    """The model with its trained weights. Raises Problem if they are missing or unreadable.
+
+    kind: a transformers class; by default the one that has a language model's head.
+    """
     quantizer = QUANTIZERS.get(stored_form(source.config) or "")
     if quantizer is not None:
         importlib.import_module(quantizer)
@@ -221,7 +224,7 @@ def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
         folder = Path(_folder(source))
         check_manifest(folder, sorted(file.name for pattern in WEIGHTS for file in folder.glob(pattern)))
     try:
-        found = auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
+        found = (kind or auto_class(source.config)).from_pretrained(_folder(source), dtype=dtype, **options)
         return cast("PreTrainedModel", found)
     except Exception as error:
         raise Problem(f"model {source.name}: the weights cannot be loaded ({one_line(error)})") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import Experts, recognize_experts
-from tigon.fusion.parts.stacks import list_quantized, replace_stack
+from tigon.fusion.parts.lora_layers import adapts_parameter
+from tigon.fusion.parts.stacks import find_quantized, list_quantized, replace_stack
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
 
 
@@ -53,6 +54,8 @@ def quantize_experts(
         for stack in (formula.gate_up, formula.down):
             _quantize_stack(module, stack, f"{name}.{stack}", formula.by_columns, format, device)
         names.append(name)
+    for wrapper in _list_wrappers(model):
+        wrapper.merge = _refuse_to_merge
     if not names and not any(map(list_quantized, model.modules())):
         why = f" ({reasons[0]})" if reasons else ""
         raise ValueError(f"quantize_experts: {type(model).__name__} must have stacked experts, and has none{why}.")
@@ -90,12 +93,27 @@ def _quantize_stack(
     replace_stack(module, name, quantized, weight.dtype)
 
 
+def _list_wrappers(model: nn.Module) -> list[Any]:
+    """PEFT's wrappers around 4-bit stacks."""
+    wrappers: list[Any] = [m for m in model.modules() if adapts_parameter(m)]
+    return [m for m in wrappers if find_quantized(m.get_base_layer(), m.parameter_name) is not None]
+
+
+def _refuse_to_merge(*_: Any, **__: Any) -> NoReturn:
+    """Stand for a wrapper's `merge`, which would add to the dense weight that a read makes, and lose the adapter."""
+    raise ValueError(
+        "quantize_experts: adapters cannot be merged into experts in 4 bits: call fusion.remove() and "
+        "tigon.dequantize_experts(model) first."
+    )
+
+
 def dequantize_experts(model: nn.Module) -> list[str]:
     """Put dense weights, in the dtype that they had, in the place of all 4-bit experts; return the modules' names.
 
     Raises: ValueError for a fused model, and for a stack that other parametrizations change.
     """
     names = []
+    wrappers = _list_wrappers(model)
     for name, module in model.named_modules():
         quantized = list_quantized(module)
         if not quantized:
@@ -112,4 +130,6 @@ def dequantize_experts(model: nn.Module) -> list[str]:
         module.__class__ = type(module).__bases__[0]
         module._parameters.update({k: nn.Parameter(w, requires_grad=False) for k, w in dense.items()})
         names.append(name)
+    for wrapper in wrappers:
+        vars(wrapper).pop("merge", None)
     return names

@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.utils.quantization_config import QuantizationMethod
 
@@ -23,9 +24,11 @@ def load_linears(source: Source, options: TrainOptions) -> Any:
     """Load a model with stacked experts, with its linear layers in 4 bits; None for models that transformers loads.
 
     Linear layers except the head become layers of bitsandbytes, as `--load_in_4bit` says. `place_experts` goes on.
+    A reward model, which gets a new head, is loaded by TRL: its experts stay dense.
     """
     stored = stored_form(source.config)
-    if not (options.model.load_in_4bit and source.weights and stored in (None, "mxfp4")):
+    is_loadable = source.weights and stored in (None, "mxfp4") and options.task != "reward"
+    if not (options.model.load_in_4bit and is_loadable):
         return None
     config = copy.deepcopy(source.config)
     vars(config).pop("quantization_config", None)
@@ -37,7 +40,9 @@ def load_linears(source: Source, options: TrainOptions) -> Any:
         fields = fields if isinstance(fields, dict) else fields.to_dict()
         config.quantization_config = {**fields, "dequantize": True}
     own = dict(options.trainer.model_init_kwargs or {})
-    model: Any = load_model(source, own.pop("dtype", None), config=config, device_map=None, **own)
+    # The weights' own class, as TRL chooses: some models have another class without the tower.
+    kind = getattr(transformers, (config.architectures or ("",))[0], None)
+    model: Any = load_model(source, own.pop("dtype", None), kind, config=config, device_map=None, **own)
     for holder in (model, model.config):  # the weights are dense now
         for name in ("hf_quantizer", "quantization_config", "is_quantized"):
             vars(holder).pop(name, None)

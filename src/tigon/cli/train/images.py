@@ -6,9 +6,11 @@ Rows may instead name files, relative to the data's folder, in the column or in 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,28 @@ from tigon.cli.train.options import TrainOptions
 
 COLUMNS = ("images", "image")
 TALKS = ("messages", "prompt", "completion")
-PATHS = ("image", "path", "url")  # where a part of a message may name its image
+KINDS = ("image", "image_url")  # the types of parts that are images; the second as in OpenAI's messages
+PATHS = ("image", "path", "url", "image_url")  # where such a part may name its image
+FIRST_ROWS = 100  # of a stream
 
 
 def has_images(rows: Any) -> bool:
-    """Whether the first row has a column of images, or a message with one."""
+    """Whether rows have a column of images, or a message with one; of a stream the first rows decide."""
     first = next(iter(rows))
-    return any(name in first for name in COLUMNS) or any(_is_image(part) for part in _list_parts(first))
+    if any(name in first for name in COLUMNS):
+        return True
+    some: Any = islice(rows, FIRST_ROWS)
+    if isinstance(rows, datasets.Dataset):  # rows of text alone may come first
+        talks = [name for name in TALKS if name in first and _may_have_parts(rows.features[name])]
+        some = rows.select_columns(talks) if talks else ()
+    return any(_is_image(part) for row in some for part in _list_parts(row))
+
+
+def _may_have_parts(feature: Any) -> bool:
+    """Whether a column of messages may have contents other than strings."""
+    message = getattr(feature, "feature", feature)
+    content = message.get("content") if isinstance(message, dict) else message
+    return getattr(content, "dtype", None) not in ("string", "large_string")
 
 
 def prepare_options(options: TrainOptions, source: Source) -> TrainOptions:
@@ -102,8 +119,11 @@ def prepare_rows(rows: Any, options: TrainOptions, processor: Any) -> Any:
         found: list[Any] = []
         talk = {name: _take_images(row[name], found) for name in talks}
         images: Any = next((row[name] for name in COLUMNS if row.get(name)), [])
-        images = list(images) if isinstance(images, list) else [images]
-        return {"images": [_place(image, folders) for image in images + found], **talk}
+        column = iter(images if isinstance(images, list) else [images])
+        # TRL fills placeholders in their order: a part's own image stays between those that the column fills.
+        filled = [next(column, None) if image is None else image for image in found]
+        images = [image for image in (*filled, *column) if image is not None]
+        return {"images": [_place(image, folders) for image in images], **talk}
 
     for name in COLUMNS:  # a column that datasets decodes is read as paths and bytes
         if name in (rows.features or ()):
@@ -144,7 +164,7 @@ def check_row(row: dict[str, Any], where: str, processor: Any, limit: int | None
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
+    return isinstance(part, dict) and part.get("type") in KINDS
 
 
 def _list_parts(row: dict[str, Any]) -> Iterable[Any]:
@@ -156,7 +176,7 @@ def _list_parts(row: dict[str, Any]) -> Iterable[Any]:
 
 
 def _take_images(talk: Any, found: list[Any]) -> Any:
-    """The messages with placeholders in place of images, which are added to `found`."""
+    """The messages with placeholders in place of images, which are added to `found`; None where a part names none."""
     if not isinstance(talk, list):
         return talk
     messages = []
@@ -166,7 +186,8 @@ def _take_images(talk: Any, found: list[Any]) -> Any:
             for part in message["content"]:
                 part = {name: value for name, value in part.items() if value is not None}
                 if _is_image(part):
-                    found += [image for name in PATHS if (image := part.get(name))]
+                    image = next((part[name] for name in PATHS if part.get(name)), None)
+                    found.append(image["url"] if part["type"] == "image_url" and isinstance(image, dict) else image)
                     part = {"type": "image"}
                 parts.append(part)
             message = {**message, "content": parts}
@@ -178,6 +199,8 @@ def _place(image: Any, folders: list[Path]) -> Any:
     """The path or the bytes of an image, as datasets stores them: a file is looked for in the data's folders."""
     if not isinstance(image, str):
         return image
+    if image.startswith("data:"):  # data:image/png;base64,…
+        return {"path": None, "bytes": base64.b64decode(image.partition(",")[2])}
     if "://" in image:
         return {"path": image, "bytes": None}
     path = Path(image).expanduser()

@@ -164,6 +164,8 @@ def attend_to_images(
 def _why_apart(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
     """Why each image needs a call of the configured function, a clause; None if it does not."""
     offsets, others = (options[name] for name in OFFSETS)
+    if options.get("output_attentions"):
+        return "its weights were asked for"
     if options.get("dropout"):
         return f"attention had dropout {options['dropout']}"
     if mask is not None:
@@ -186,8 +188,13 @@ def _attend_one_by_one(
     lengths = cu_seq_lens_q.diff().tolist()
     images = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
     found = [function(module, q, k, v, mask, **options) for q, k, v in images]
-    weights = tuple(w for _, w in found)
-    return torch.cat([o for o, _ in found], 1), None if None in weights else weights
+    o, own = torch.cat([o for o, _ in found], 1), [w for _, w in found]
+    if any(w is None for w in own):
+        return o, None
+    weights = query.new_zeros((*query.shape[:3], query.shape[2]))  # as with a dense mask over all images
+    for start, w in zip(cu_seq_lens_q.tolist(), own, strict=False):
+        weights[..., start : start + w.shape[-1], start : start + w.shape[-1]] = w
+    return o, weights
 
 
 register(ImagesPart())

@@ -84,6 +84,7 @@ def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Through | Reason
     """The rotary functions that a forward calls by a global name."""
     inner, cache = inspect.unwrap(forward) if callable(forward) else None, site.get_cached(_Formulas)
     if inner not in cache:
+        cache[inner] = {}  # meanwhile: functions may call each other
         code = getattr(inner, "__code__", None)
         names = () if code is None else (*code.co_names, *sorted(list_names(code).difference(code.co_names)))
         candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
