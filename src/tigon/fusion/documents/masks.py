@@ -99,7 +99,12 @@ class PackedForward:
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
-                if self.has_state and documents.offsets is not None:
+                if self.has_state and documents.offsets is None:
+                    raise ValueError(
+                        "fuse: a compiled or captured call of a model with recurrences must come with cu_seq_lens_q "
+                        "beside position_ids, or without position_ids if it is not packed."
+                    )
+                if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
                     arguments["cu_seq_lens_q"] = documents.offsets
                     if arguments.get("past_key_values") is None:
