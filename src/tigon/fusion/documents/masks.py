@@ -198,13 +198,14 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments if args else kwargs
         config, x = given["config"], given.get("inputs_embeds", given.get("input_embeds"))
-        mask = given.get("attention_mask")  # two dimensions: ones, which the model itself made, as the call has none
+        mask = given.get("attention_mask")  # in a packed call ones, which the model itself made, as the call has none
         if (
             (mask is not None and getattr(mask, "ndim", 0) != 2)
             or not getattr(config, "is_causal", True)
             or get_implementation(config) not in DENSE
             or x is None
             or tuple(x.shape[:2]) != call.documents.shape
+            or not call.documents.agrees(mask)
         ):
             return original(*args, **kwargs)
 
