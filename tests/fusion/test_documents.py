@@ -364,7 +364,7 @@ def test_eager_attention_of_another_formula_stays(monkeypatch):
     want = model(torch.arange(3, 15)[None]).logits
     with tigon.fuse(model, parts=["documents"]) as fusion:
         torch.testing.assert_close(model(torch.arange(3, 15)[None]).logits, want)
-        assert "its eager attention takes module.slopes" in str([row.what for row in list_document_rows(fusion)])
+        assert "eager attention takes module.slopes" in str([row.what for row in list_document_rows(fusion)])
 
 
 def test_autocast_and_copies(llama, no_masks):

@@ -102,7 +102,7 @@ class PackedForward:
                 if self.has_state and documents.offsets is None:
                     raise ValueError(
                         "fuse: a compiled or captured call of a model with recurrences must come with cu_seq_lens_q "
-                        "beside position_ids, or without position_ids if it is not packed."
+                        "beside position_ids, or unpacked without position_ids."
                     )
                 if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
@@ -198,7 +198,7 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments if args else kwargs
         config, x = given["config"], given.get("inputs_embeds", given.get("input_embeds"))
-        mask = given.get("attention_mask")  # in a packed call ones, which the model itself made, as the call has none
+        mask = given.get("attention_mask")  # in a packed call ones that the model made, as the call has none
         if (
             (mask is not None and getattr(mask, "ndim", 0) != 2)
             or not getattr(config, "is_causal", True)

@@ -22,7 +22,7 @@ class Documents:
     offsets: (B + 1,) int32, the start of each document and the number of tokens; None where positions alone tell, and
     torch.compile traces or a CUDA graph is captured. shape: the batch's rows and tokens. positions: the call's own,
     or None. are_rows: the batch is not packed, and each document is a row, or the padding in it. mask: the call's own
-    (rows, tokens), where it tells the padding.
+    (rows, tokens), if there is one.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Documents:
         self.mask = mask
 
     def agrees(self, mask: Tensor | None) -> bool:
-        """Whether a mask, which the model may have made from its tokens, leaves out what the rows leave out."""
+        """Whether a mask, which the model may have made from tokens, leaves out what the rows leave out."""
         if not self.are_rows or mask is None:
             return True
         own = self.mask

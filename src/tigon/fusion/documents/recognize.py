@@ -14,7 +14,7 @@ from tigon.fusion.shared_prefix.attention import find_registry
 
 # What attention calls, and a recurrence does not.
 SOFTMAX = {"softmax", "scaled_dot_product_attention"}
-# What eager attention may read of its module, and take beside heads and a mask. Sinks come as an argument, too.
+# What eager attention may read of the module, and take beside heads and a mask. Sinks come as an argument, too.
 ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
 OPTIONS = {"scaling", "dropout", "softcap", "sliding_window", "s_aux", "sinks", "position_bias"}
 
@@ -49,8 +49,8 @@ def why_other_eager(kind: type) -> Reason | None:
         if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and loaded == module.name and i.argval not in ATTRIBUTES:
             found.append(f"{module.name}.{i.argval}")
         loaded = i.argval if i.opname.startswith("LOAD_FAST") else None
-        loaded = loaded[-1] if isinstance(loaded, tuple) else loaded  # since Python 3.13 it may load two variables
-    text = f"its eager attention takes {', '.join(dict.fromkeys(found))}, so packed batches have a dense mask"
+        loaded = loaded[-1] if isinstance(loaded, tuple) else loaded  # two since Python 3.13
+    text = f"eager attention takes {', '.join(dict.fromkeys(found))}, so packed batches have a dense mask"
     return Reason(text) if found else None
 
 
