@@ -34,6 +34,10 @@ def test_a_mixture_that_runs_every_expert_on_every_token(chosen, by_kernels, req
         return y.detach(), logits.detach(), *torch.autograd.grad(y.square().sum(), [x, *moe.parameters()])
 
     plain = step()
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = moe(x)[0]
+    with tigon.fuse(moe), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(moe(x)[0], narrow, rtol=0.05, atol=0.1)
     with tigon.fuse(moe) as fusion:
         for ours, theirs in zip(step(), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item())

@@ -12,9 +12,11 @@ T = pytest.importorskip("transformers")
 from prefix_cases import assert_close, gradients  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers.masking_utils import create_causal_mask  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from zoo import BASE, build  # noqa: E402
 
-from tigon.fusion.documents import attention, packs  # noqa: E402
+from tigon.fusion.documents import attention, masks, packs  # noqa: E402
 from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5)
@@ -309,6 +311,60 @@ def test_rows_of_a_batch_that_is_not_packed(name, mask, triton_backend, device, 
         model.eval()
         generated = model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False)
     assert torch.equal(model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False), generated)
+
+
+class MasksPads(T.LlamaModel):
+    """Leaves out token 0 by itself, as models on the hub do."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        x = self.embed_tokens(input_ids)
+        places = torch.arange(x.shape[1])[None]
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=input_ids != 0, past_key_values=None,
+            position_ids=places,
+        )  # fmt: skip
+        angles = self.rotary_emb(x, places)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_ids=places, position_embeddings=angles)
+        return self.norm(x)
+
+
+def test_rows_keep_a_mask_of_the_models_own(monkeypatch):
+    monkeypatch.setattr(masks, "use_triton", lambda *tensors: True)
+    model = MasksPads(T.LlamaConfig(**BASE, attn_implementation="eager"))
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7], [5, 6, 7, 8, 0, 9]])
+    want = model(ids)
+    with tigon.fuse(model, parts=["documents"]):
+        torch.testing.assert_close(model(ids), want)
+
+
+def eager_with_slopes(module, query, key, value, attention_mask, scaling, **kwargs):
+    distance = torch.arange(key.shape[2]) - torch.arange(query.shape[2])[:, None]
+    scores = query @ key.transpose(2, 3) * scaling + attention_mask + module.slopes[:, None, None] * distance
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+class Slopes(T.models.llama.modeling_llama.LlamaAttention):
+    """Eager attention with a bias that its module holds."""
+
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        split = hidden_states.unflatten(-1, (4, -1)).transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_with_slopes)
+        y, weights = attend(self, split, split, split, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(y.flatten(2)), weights
+
+
+def test_eager_attention_of_another_formula_stays(monkeypatch):
+    monkeypatch.setattr(masks, "use_triton", lambda *tensors: True)
+    model = T.LlamaForCausalLM(T.LlamaConfig(**BASE, attn_implementation="eager"))
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn = Slopes(model.config, index)
+    want = model(torch.arange(3, 15)[None]).logits
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        torch.testing.assert_close(model(torch.arange(3, 15)[None]).logits, want)
+        assert "eager attention takes module.slopes" in str([row.what for row in list_document_rows(fusion)])
 
 
 def test_autocast_and_copies(llama, no_masks):

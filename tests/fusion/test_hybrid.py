@@ -15,6 +15,7 @@ T = pytest.importorskip("transformers")
 from prefix_cases import assert_close, gradients, ids, separately  # noqa: E402
 from zoo import BASE  # noqa: E402
 
+from tigon.fusion.documents import packs  # noqa: E402
 from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
 from tigon.fusion.engine.reasons import Reason  # noqa: E402
 from tigon.fusion.recurrence.formula import Convolution, DeltaRule, recognize_function  # noqa: E402
@@ -176,6 +177,16 @@ def test_what_cannot_keep_documents_apart_says_so(models):
             model(**batch)
     finally:
         model.model.layers[0].linear_attn.activation = "silu"
+
+
+def test_a_capture_counts_no_documents_in_positions(models, monkeypatch):
+    """Attention needs no count there, but a state would run on into the next document."""
+    model, rows = models["qwen3_5"], documents()
+    monkeypatch.setattr(packs, "is_captured", lambda t: True)
+    with tigon.fuse(model):
+        model(**pack(rows))
+        with pytest.raises(ValueError, match="must come with cu_seq_lens_q beside position_ids"):
+            model(**pack(rows, offsets=False))
 
 
 # ---------------------------------------------------------------------------------------------------- shared prefixes

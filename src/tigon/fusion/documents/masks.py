@@ -99,7 +99,12 @@ class PackedForward:
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
-                if self.has_state and documents.offsets is not None:
+                if self.has_state and documents.offsets is None:
+                    raise ValueError(
+                        "fuse: a compiled or captured call of a model with recurrences must come with cu_seq_lens_q "
+                        "beside position_ids, or unpacked without position_ids."
+                    )
+                if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
                     arguments["cu_seq_lens_q"] = documents.offsets
                     if arguments.get("past_key_values") is None:
@@ -193,13 +198,14 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments if args else kwargs
         config, x = given["config"], given.get("inputs_embeds", given.get("input_embeds"))
-        mask = given.get("attention_mask")  # two dimensions: ones, which the model itself made, as the call has none
+        mask = given.get("attention_mask")  # in a packed call ones that the model made, as the call has none
         if (
             (mask is not None and getattr(mask, "ndim", 0) != 2)
             or not getattr(config, "is_causal", True)
             or get_implementation(config) not in DENSE
             or x is None
             or tuple(x.shape[:2]) != call.documents.shape
+            or not call.documents.agrees(mask)
         ):
             return original(*args, **kwargs)
 

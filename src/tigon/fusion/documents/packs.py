@@ -21,13 +21,23 @@ class Documents:
 
     offsets: (B + 1,) int32, the start of each document and the number of tokens; None where positions alone tell, and
     torch.compile traces or a CUDA graph is captured. shape: the batch's rows and tokens. positions: the call's own,
-    or None. are_rows: the batch is not packed, and each document is a row, or the padding in it.
+    or None. are_rows: the batch is not packed, and each document is a row, or the padding in it. mask: the call's own
+    (rows, tokens), if there is one.
     """
 
     def __init__(
-        self, offsets: Tensor | None, shape: tuple[int, int], positions: Tensor | None = None, are_rows: bool = False
-    ) -> None:
+        self, offsets: Tensor | None, shape: tuple[int, int], positions: Tensor | None = None, are_rows: bool = False,
+        mask: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.offsets, self.shape, self._positions, self.are_rows = offsets, shape, positions, are_rows
+        self.mask = mask
+
+    def agrees(self, mask: Tensor | None) -> bool:
+        """Whether a mask, which the model may have made from tokens, leaves out what the rows leave out."""
+        if not self.are_rows or mask is None:
+            return True
+        own = self.mask
+        return own is not None and mask.shape == own.shape and mask.data_ptr() == own.data_ptr()
 
     def get_positions(self) -> Tensor:
         """Each token's position in its document, (rows, tokens)."""
@@ -107,11 +117,11 @@ def read_rows(call: Mapping[str, Any], *, padded: bool) -> Documents | None:
     is_one_run = (seen == ((place >= first[:, None]) & (place < stop[:, None]))).all()
     whole, one_run = torch.stack([seen.all(), is_one_run]).tolist()
     if whole:
-        return Documents(starts, (rows, tokens), are_rows=True)
+        return Documents(starts, (rows, tokens), are_rows=True, mask=mask)
     if not padded or not one_run:
         return None
     begins = starts[:-1, None] + torch.stack([torch.zeros_like(first), first, stop], 1)
-    return Documents(torch.cat([begins.view(-1).int(), starts[-1:]]), (rows, tokens), are_rows=True)
+    return Documents(torch.cat([begins.view(-1).int(), starts[-1:]]), (rows, tokens), are_rows=True, mask=mask)
 
 
 def find_tokens(call: Mapping[str, Any]) -> Tensor | None:

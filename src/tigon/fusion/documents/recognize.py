@@ -9,10 +9,14 @@ from typing import Any
 from torch import nn
 
 from tigon.fusion.engine.bytecode import list_names
+from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.shared_prefix.attention import find_registry
 
 # What attention calls, and a recurrence does not.
 SOFTMAX = {"softmax", "scaled_dot_product_attention"}
+# What eager attention may read of the module, and take beside heads and a mask. Sinks come as an argument, too.
+ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
+OPTIONS = {"scaling", "dropout", "softcap", "sliding_window", "s_aux", "sinks", "position_bias"}
 
 
 def list_attention(decoder: nn.Module) -> list[nn.Module]:
@@ -31,6 +35,23 @@ def list_inside(decoder: nn.Module) -> list[nn.Module]:
             if holder is decoder:
                 break
     return list(dict.fromkeys(m for layers in lists or [decoder] for m in layers.modules() if m is not decoder))
+
+
+def why_other_eager(kind: type) -> Reason | None:
+    """Why a class's own eager attention may be another than `tigon.varlen_attention`; None if nothing says so."""
+    eager = find_registry(kind)[1]
+    if not inspect.isfunction(eager):
+        return None
+    module, *others = inspect.signature(eager).parameters.values()
+    found = [p.name for p in others[4:] if p.kind is not p.VAR_KEYWORD and p.name not in OPTIONS]
+    loaded: Any = None
+    for i in dis.get_instructions(eager):
+        if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and loaded == module.name and i.argval not in ATTRIBUTES:
+            found.append(f"{module.name}.{i.argval}")
+        loaded = i.argval if i.opname.startswith("LOAD_FAST") else None
+        loaded = loaded[-1] if isinstance(loaded, tuple) else loaded  # two since Python 3.13
+    text = f"eager attention takes {', '.join(dict.fromkeys(found))}, so packed batches have a dense mask"
+    return Reason(text) if found else None
 
 
 def reads_type_of_mask(forward: Any) -> bool:

@@ -74,7 +74,10 @@ class DenseExperts:
         routed = self.compute(module, x, scores)
         if routed is None:
             return None
-        return routed if self.shared is None else children[self.shared](x) + routed, logits
+        if self.shared is None:
+            return routed, logits
+        y = children[self.shared](x)
+        return y + routed.to(y.dtype), logits  # under autocast wider than y
 
 
 @recognition

@@ -65,7 +65,7 @@ class DocumentsPart(Part):
         """Rewrite an attention module's forward, as other parts installed it, or add a row with the reason why not."""
         from tigon.fusion.documents import attention
         from tigon.fusion.documents.masks import get_implementation
-        from tigon.fusion.documents.recognize import reads_type_of_mask
+        from tigon.fusion.documents.recognize import reads_type_of_mask, why_other_eager
         from tigon.fusion.shared_prefix.attention import REGISTRY
 
         patch = site.find_patch(layer)
@@ -76,6 +76,8 @@ class DocumentsPart(Part):
             reason = REPLACED
         elif reason is None and reads_type_of_mask(forward):
             reason = READS_TYPE
+        is_eager = get_implementation(layer.config) in (None, "eager")
+        reason = why_other_eager(type(layer)) if reason is None and is_eager else reason
         made = site.get_rewritten(forward, self.kind, attention.make_globals) if reason is None else reason
         if isinstance(made, Reason):
             site.record_skipped(self, layer, made)
@@ -85,7 +87,7 @@ class DocumentsPart(Part):
         else:
             site.rewrite(self, layer, made)
         what = IN_WINDOWS if getattr(layer, "sliding_window", None) else WHAT
-        what = NOT_EAGER if get_implementation(layer.config) in (None, "eager") else what
+        what = NOT_EAGER if is_eager else what
         site.record_fused(self, layer, what, key=type(layer).__name__)
         return True
 
