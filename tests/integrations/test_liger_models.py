@@ -137,7 +137,8 @@ def test_experts_go_with_swiglu():
 def test_every_part_of_fuse_has_a_flag():
     """So that what Liger can switch off does not stay on under another name."""
     # Which Liger leaves to PEFT, or has nothing for.
-    parts = tigon.PARTS - {"adapters", "linear", "fp8_base", "documents"}
+    parts = tigon.PARTS - {"adapters", "expert_adapters", "linear", "fp8_base", "documents"}
+    parts -= {"conv", "recurrence", "images", "patches"}
     parts -= {"add_norm", "qk_norm"}  # which norm switches off with itself
     assert parts == {part for targets in models.FLAGS.values() for part in targets}
 

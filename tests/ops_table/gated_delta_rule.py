@@ -115,7 +115,7 @@ GATED_DELTA_RULE = Op(
         Bad(
             _bad(offsets=[0, 5]), r"offsets must be a tensor on .*, got list: a copy from the host in each layer would"
         ),
-        Bad(_bad(offsets=RIGHT.float()), r"offsets must be \(D \+ 1,\) int32 or int64, .* got \(3,\) torch.float32\."),
+        Bad(_bad(offsets=RIGHT.float()), r"offsets must be \(B \+ 1,\) int32 or int64, .* got \(3,\) torch.float32\."),
         Bad(_bad(offsets=RIGHT[1:]), r"offsets must ascend from 0 to the tokens of q, 5, got \[3, 5\]\.", looks=True),
         Bad(_bad(offsets=torch.tensor([0, 4, 3, 5])), r"offsets must ascend .*, got \[0, 4, 3, 5\]\.", looks=True),
     ),

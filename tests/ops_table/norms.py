@@ -214,7 +214,7 @@ GATED_RMS_NORM = Op(
         Bad(message=r"act must be one of .*got 'swish', which is called 'silu' here", **_bad_gate(_X, _X, act="swish")),
         Bad(message=r"group_size must divide 8, .*, got 3", **_bad_gate(_X, _X, group_size=3)),
     ),
-    launches=("gated_rms_norm_fwd", "gated_rms_norm_bwd"),
+    launches=("gated_rms_norm_fwd", "gated_rms_norm_bwd", "rms_norm_fwd", "rms_norm_bwd"),  # without a gate
     spills=96,  # for the widest group, in the backward
     models=(
         Case("Qwen3-Next heads", (8192 * 32, 128)),

@@ -15,7 +15,7 @@ from tigon.kernels import do_not_specialize, jit, tl
 
 
 @jit
-def _tile(
+def find_tile(
     tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Return the program's expert (E for a surplus program), first row, rows, row mask, and column block."""
@@ -70,7 +70,7 @@ def _rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """y = scale · (a · wᵀ + s · bᵀ + bias), accumulated in fp32 and rounded once."""
-    expert, start, rows, inside, block = _tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
+    expert, start, rows, inside, block = find_tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
     if expert >= E:
         return
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)

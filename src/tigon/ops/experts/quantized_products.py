@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import Plan, can_describe, cdiv, describe, do_not_specialize, jit, launch, tl
-from tigon.ops.experts.products import _tile, add_low_rank
+from tigon.ops.experts.products import add_low_rank, find_tile
 from tigon.ops.experts.routing import Routing, tiles_at_most
 
 WORKSPACE = 256 * 2**20  # bytes of dense weights at a time
@@ -107,7 +107,7 @@ def _frozen_rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """y = a · wᵀ + s · bᵀ + bias, or with w in place of wᵀ, accumulated in fp32 and rounded once."""
-    expert, start, rows, inside, block = _tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
+    expert, start, rows, inside, block = find_tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
     if expert >= E:
         return
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
