@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import tigon
 from ops_table.row import Bad, Case, Inputs, Op, Replaced, randn, sample
+from tigon.ops.activation import activation, activation_reference
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
@@ -175,6 +176,36 @@ RELU2 = Op(
     models=(Case("Nemotron-4-15B", (16384, 24576)),),
     large=(Case("flat", (1000, 4096)),),
     replaces=(Replaced("relu2(x)", "y", {"x": sample(3, 8)}),),
+)
+
+
+def _make_activation(shape, dtype, generator):
+    return (randn(shape, dtype, generator),)
+
+
+def eager_activation(x, *, act="gelu_tanh", input_multiplier=1.0, multiplier=1.0):
+    y = ACTS[act].value(x if input_multiplier == 1.0 else x * input_multiplier)
+    return y if multiplier == 1.0 else y * multiplier
+
+
+ACTIVATION = Op(
+    name="activation",
+    public=lambda x, act="gelu_tanh", **options: activation(x, act, **options),
+    reference=lambda x, act="gelu_tanh", **options: activation_reference(x, act, **options),
+    eager=eager_activation,
+    make=_make_activation,
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), draws=64),
+        Case("quick", (3, 100), {"act": "silu", "input_multiplier": 1.702, "multiplier": 1 / 1.702}),
+        Case("squared", (3, 100), {"act": "relu2"}),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(),
+    launches=("activation_fwd", "activation_bwd"),
+    models=(Case("GPT-2 XL", (16384, 6400)),),
+    large=(Case("flat", (1000, 4096)),),
+    replaces=(),
 )
 
 
