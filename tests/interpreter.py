@@ -386,7 +386,7 @@ def _stay_within_arguments() -> None:
         if places.min() < 0 or (seen + np.uint64(size) > ends[places]).any():
             raise IndexError(f"an access of {size} bytes lies outside the arguments of the launch")
 
-    def checked(name, mask_at):
+    def check_calls(name, mask_at):
         access = getattr(builder, name)
 
         def run(self, *args, **options):
@@ -401,7 +401,7 @@ def _stay_within_arguments() -> None:
 
     interpreter.GridExecutor._init_args_hst = init_args_hst
     builder.create_int_to_ptr = int_to_ptr
-    checked("create_masked_load", 1)
-    checked("create_masked_store", 2)
-    checked("create_atomic_rmw", 3)
-    checked("create_atomic_cas", None)
+    check_calls("create_masked_load", 1)
+    check_calls("create_masked_store", 2)
+    check_calls("create_atomic_rmw", 3)
+    check_calls("create_atomic_cas", None)

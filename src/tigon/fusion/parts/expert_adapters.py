@@ -149,7 +149,7 @@ def _why_not(site: Site, layer: Any) -> Reason | None:
 
 
 class _Names(AdapterNames):
-    """The names that this part has seen; `Adapters` has its own."""
+    """The names that this part has seen; the part `Adapters` keeps a separate set."""
 
 
 PART = register(ExpertAdapters())
