@@ -69,7 +69,9 @@ def find_documents(offsets: Tensor, count: int) -> Tensor:
 
     def make() -> Tensor:
         token = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
-        # The number of documents that end at or before a token: empty documents are passed over.
-        return torch.searchsorted(offsets[1:].contiguous(), token, right=True, out_int32=True)
+        # The number of documents that end at or before a token: empty documents are passed over. The first offset, 0, is
+        # counted too, since Inductor of torch 2.11 cannot search in a slice.
+        ends = torch.searchsorted(offsets.contiguous(), token, right=True, out_int32=True)
+        return (ends - 1).clamp(min=0)
 
     return share_table(offsets, ("documents", count), make)
