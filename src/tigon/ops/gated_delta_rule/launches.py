@@ -101,16 +101,21 @@ def _delta_chunks(offsets: Tensor, tokens: SymInt, chunk: int) -> Tensor:
     return table
 
 
+def make_table(offsets: Tensor | None, q: Tensor, v: Tensor) -> tuple[Tensor | None, int]:
+    """Return the table of chunks, None for sequences, and the number of documents or sequences."""
+    if offsets is None:
+        return None, q.shape[0]
+    tokens, chunk = q.shape[1], choose_chunk(q, v)
+    table = share_table(offsets, ("delta", tokens, chunk), lambda: _delta_chunks(offsets, tokens, chunk))
+    return table, offsets.shape[0] - 1
+
+
 def gated_delta_rule_launch(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, offsets: Tensor | None,
     scale: float, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernels. The state is empty unless return_state."""
-    table = None
-    if offsets is not None:
-        tokens, chunk = q.shape[1], choose_chunk(q, v)
-        table = share_table(offsets, ("delta", tokens, chunk), lambda: _delta_chunks(offsets, tokens, chunk))
-    documents = q.shape[0] if offsets is None else offsets.shape[0] - 1
+    table, documents = make_table(offsets, q, v)
     o, state = _gated_delta_rule(q, k, v, g, beta, initial, table, documents, scale, normalize, return_state)
     return o, state
 
@@ -119,14 +124,18 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
 
 
-def _flatten(*tensors: Tensor | None) -> list[Any]:
+def flatten_tokens(*tensors: Tensor | None) -> list[Any]:
     """View (B, T, heads, D) as (B · T, heads, D) with unit stride in D, and copy where strides do not allow a view."""
     flat = [None if t is None else t.flatten(0, 1) for t in tensors]
     return [t if t is None or t.dim() < 3 or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in flat]
 
 
-class _Call(NamedTuple):
-    """A call's tensors as rows of tokens, and what all its launches share."""
+class Call(NamedTuple):
+    """A call's tensors as rows of tokens, and what all its launches share.
+
+    corrects: whether values are corrected; a scan's are not. skip (H,): how much of v its outputs also have. split:
+    programs of the gradients for each key head, whose sums are separate.
+    """
 
     q: Tensor
     k: Tensor
@@ -138,6 +147,9 @@ class _Call(NamedTuple):
     length: int  # tokens per sequence, without a table
     scale: float
     normalize: bool
+    corrects: bool = True
+    skip: Tensor | None = None
+    split: int = 1
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -154,11 +166,12 @@ class _Call(NamedTuple):
         return self.q.new_empty((self.slots, self.v.shape[1], self.q.shape[2], self.v.shape[2]))
 
 
-def _launch_matrices(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W, P and the rows' factors: see chunks.py."""
+def launch_matrices(call: Call) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return W, None without corrections, P and the rows' factors: see chunks.py."""
     q, k, v, g, beta = call[:5]
     (H, N), chunk, tokens = call.heads, choose_chunk(q, v), q.shape[0]
-    solve, attend = (q.new_empty((call.slots, H, chunk, chunk)) for _ in range(2))
+    solve, attend = (q.new_empty((call.slots, H, chunk, chunk)) if made else None for made in (call.corrects, True))
+    assert attend is not None
     factors = q.new_empty((6 if call.normalize else 4, H, tokens), dtype=torch.float32)
 
     def plan() -> Plan:
@@ -170,13 +183,20 @@ def _launch_matrices(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
         return call.slots * H, arguments, options
 
     if call.slots and tokens:
-        key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, g, beta, call.table))
+        key = (
+            call.scale,
+            call.corrects,
+            call.normalize,
+            call.documents,
+            call.length,
+            _key(q, k, v, g, beta, call.table),
+        )
         launch(_matrices_kernel, key, (q, k, g, beta, call.table, solve, attend, factors), plan)
     return solve, attend, factors
 
 
-def _launch_walk(kernel: Any, kind: str, call: _Call, tensors: tuple[Any, ...], rows: Tensor | None) -> None:
-    """Launch a walk through all documents. rows: v or do, the kernel's third tensor."""
+def launch_walk(kind: str, call: Call, tensors: tuple[Any, ...], rows: Tensor | None) -> None:
+    """Launch a walk through all documents, a kind of tile. rows: v or do, the kernel's third tensor."""
     q, k, v = call[:3]
     (H, N), (K, V) = call.heads, (q.shape[2], v.shape[2])
 
@@ -190,7 +210,7 @@ def _launch_walk(kernel: Any, kind: str, call: _Call, tensors: tuple[Any, ...], 
 
     if call.documents:
         key = (call.documents, call.length, _key(q, k, v, rows), tuple(None if t is None else t.dtype for t in tensors))
-        launch(kernel, key, tensors, plan)
+        launch(_states_kernel if kind == "states" else _reverse_kernel, key, tensors, plan)
 
 
 _OPTIONS = "SymInt documents, float scale, bool normalize"
@@ -209,12 +229,12 @@ def _gated_delta_rule_fwd(
     initial, table, documents, scale, normalize, return_state = others
     o, final = _gated_delta_rule_fwd_fake(q, k, v, g, beta, *others)
     length = q.shape[1]
-    q, k, v, g, beta = _flatten(q, k, v, g, beta)
-    call = _Call(q, k, v, g, beta, table, documents, length, scale, normalize)
-    matrices = _launch_matrices(call)
+    q, k, v, g, beta = flatten_tokens(q, k, v, g, beta)
+    call = Call(q, k, v, g, beta, table, documents, length, scale, normalize)
+    matrices = launch_matrices(call)
     initial = None if initial is None else initial.contiguous()
     results = o, None, None, final if return_state else None
-    _launch_walk(_states_kernel, "states", call, (q, k, v, *matrices, table, initial, *results), v)
+    launch_walk("states", call, (q, k, v, *matrices, None, table, initial, *results), v)
     return o, final
 
 
@@ -235,10 +255,10 @@ def _gated_delta_rule_bwd(
     results = _gated_delta_rule_bwd_fake(q, k, v, g, beta, initial, table, do, dfinal, wants)
     dq, dk, dv, dg, dbeta, dinitial = (t if wanted else None for t, wanted in zip(results, wants, strict=True))
     length = q.shape[1]
-    q, k, v, g, beta, do = _flatten(q, k, v, g, beta, do)
+    q, k, v, g, beta, do = flatten_tokens(q, k, v, g, beta, do)
     documents, scale, normalize = others
-    call = _Call(q, k, v, g, beta, table, documents, length, scale, normalize)
-    matrices = _launch_matrices(call)
+    call = Call(q, k, v, g, beta, table, documents, length, scale, normalize)
+    matrices = launch_matrices(call)
     initial, dfinal = (None if t is None else t.contiguous() for t in (initial, dfinal))
     # The gradients of q, k, g and beta need x, dx and the states at all chunks, which are not kept from the forward
     # pass: in 16 bits 2 · V · (2 · K / CHUNK + 1) bytes a token and head, at K = V = 128 five times v's.
@@ -247,39 +267,52 @@ def _gated_delta_rule_bwd(
     if deep:
         x, states, dstates = v.new_empty(v.shape), call.new_states(), call.new_states()
         own = None, x, states, None
-        _launch_walk(_states_kernel, "states", call, (q, k, v, *matrices, table, initial, *own), v)
+        launch_walk("states", call, (q, k, v, *matrices, None, table, initial, *own), v)
     dx = v.new_empty(v.shape) if dv is None else dv
-    _launch_walk(
-        _reverse_kernel, "reverse", call, (q, k, do, *matrices, table, dfinal, dx, dstates, dinitial), do
+    launch_walk(
+        "reverse", call, (q, k, do, *matrices, None, table, dfinal, dx, dstates, dinitial), do
     )  # fmt: skip
     if deep:
         *scratch, factors = matrices  # the walks are over: their matrices become scratch
-        _launch_gradients(call, (do, x, dx, factors, states, dstates), scratch, (dq, dk, dg, dbeta))
+        launch_gradients(call, (do, x, dx, factors, states, dstates), scratch, (None, dq, dk, dg, dbeta))
     return results
 
 
-def _launch_gradients(call: _Call, given: tuple[Any, ...], scratch: list[Tensor], results: tuple[Any, ...]) -> None:
-    """given: do, x, dv, factors, states, dstates. scratch: two matrices. results: dq, dk, dg, dbeta."""
+def launch_gradients(call: Call, given: tuple[Any, ...], scratch: list[Any], results: tuple[Any, ...]) -> None:
+    """given: do, x, dv, factors, states, dstates. scratch: two matrices. results: do · x by rows, dq, dk, dg, dbeta."""
     q, k, v, _, beta, table = call[:6]
     do, x, dx, factors, states, dstates = given
-    dq, *others = results
-    (H, N), G = call.heads, q.shape[1]
-    tensors = q, k, beta, do, x, dx, factors, table, states, *scratch, factors.new_empty((2, H, q.shape[0]))
+    dskip, dq, *others = results
+    H, G = v.shape[1], q.shape[1] * call.split
+    tensors = (
+        q,
+        k,
+        beta,
+        do,
+        x,
+        dx,
+        factors,
+        table,
+        states,
+        *scratch,
+        factors.new_empty((2 if call.corrects else 3, H, q.shape[0])),
+    )
 
     def plan(kind: str) -> Plan:
         blocks, options = choose_tile(kind, q, v)
         upstream = (0, 0) if do is None else do.stride()[:2]
         arguments = (
             call.documents, call.length, q.shape[0], *q.stride()[:2], *k.stride()[:2], *beta.stride(),
-            *((*upstream, call.scale) if kind == "queries" else ()), G, N, q.shape[2], v.shape[2],
-            call.normalize, *blocks.values(), _precision(q)[0],
+            *((*upstream, call.scale) if kind == "queries" else ()), G, H // G, q.shape[2], v.shape[2],
+            call.split, call.normalize, *blocks.values(), _precision(q)[0],
         )  # fmt: skip
         return call.slots * G, arguments, options
 
     if call.slots and q.shape[0]:
         dtypes = tuple(None if t is None else t.dtype for t in results)
-        key = (call.scale, call.normalize, call.documents, call.length, _key(q, k, v, beta, do, table), dtypes)
-        launch(_queries_kernel, key, (*tensors, dq), lambda: plan("queries"))
+        shared = (call.scale, call.corrects, call.normalize, call.split)
+        key = (shared, call.documents, call.length, _key(q, k, v, beta, do, table), dtypes)
+        launch(_queries_kernel, key, (*tensors, dskip, dq), lambda: plan("queries"))
         if any(t is not None for t in others):
             launch(_keys_kernel, key, (*tensors, dstates, *others), lambda: plan("keys"))
 
