@@ -69,7 +69,7 @@ def find_documents(offsets: Tensor, count: int) -> Tensor:
 
     def make() -> Tensor:
         token = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
-        # The number of documents that end at or before a token: empty documents are passed over. The first offset, 0, is
+        # The number of documents that end at or before a token: empty documents are passed over. The first offset is
         # counted too, since Inductor of torch 2.11 cannot search in a slice.
         ends = torch.searchsorted(offsets.contiguous(), token, right=True, out_int32=True)
         return (ends - 1).clamp(min=0)

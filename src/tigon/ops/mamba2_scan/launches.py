@@ -86,7 +86,7 @@ def _mamba2_scan_fwd(
     call = _make_call(x, g, steps, B, C, D, table, documents)
     initial = None if initial is None else initial.contiguous()
     results = y, None, None, final if return_state else None
-    matrices = launch_matrices(call)
+    matrices = None, *launch_matrices(call)
     launch_walk("states", call, (*call[:3], *matrices, call.skip, table, initial, *results), call.v)
     return y, final
 
@@ -110,7 +110,7 @@ def _mamba2_scan_bwd(
     dx, dg, dsteps, dB, dC, dD, dinitial = (t if wanted else None for t, wanted in zip(results, wants, strict=True))
     call = _make_call(x, g, steps, B, C, D, table, documents)
     (dy,) = flatten_tokens(dy)
-    matrices = launch_matrices(call)
+    matrices = None, *launch_matrices(call)
     initial, dfinal = (None if t is None else t.contiguous() for t in (initial, dfinal))
     deep = any(wants[1:6])
     states = dstates = None
