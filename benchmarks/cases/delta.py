@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,9 @@ def _make(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float
 
 def _run_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Tensor | None = None) -> Tensor:
     """transformers' chunked code, a call per document."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as chunked
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    chunked = inspect.unwrap(torch_chunk_gated_delta_rule)  # where installed, fla serves the wrapper
 
     def run(*tensors: Tensor) -> Tensor:
         o: Tensor = chunked(*tensors, use_qk_l2norm_in_kernel=True)[0]

@@ -47,14 +47,17 @@ def share_table(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor
     """Return make(), a table on the device that depends on offsets and key alone.
 
     Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
-    capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
-    merges equal calls in its graph.
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites. Outside a graph
+    nothing is kept for offsets that a graph has used: a replay may write them, and leaves their version as it was. A
+    compiler merges equal calls in its graph.
     """
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
         return make()
     stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
     state = offsets.data_ptr(), offsets._version, stream, capture
     known, tables = _made.get(offsets, (None, {}))
+    if known is not None and known[3] and not capture:
+        return make()
     if known != state:
         tables = {}
         _made[offsets] = state, tables
