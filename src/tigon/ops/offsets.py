@@ -47,8 +47,8 @@ def share_table(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor
     """Return make(), a table on the device that depends on offsets and key alone.
 
     Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
-    capture would hold the documents of then, and later calls would find tables that a replay overwrites. Outside a graph
-    nothing is kept for offsets that a graph has used: a replay may write them, and leaves their version. A
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites. Outside a
+    graph nothing is kept for offsets that a graph has used, since a replay may write them without a new version. A
     compiler merges equal calls in its graph.
     """
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
