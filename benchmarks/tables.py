@@ -245,17 +245,26 @@ FP8_ADAPTER_SIDES = {
 }  # fmt: skip
 
 
-def make_adapter_table(file: str = "h100-adapters.json", titles: dict[str, str] = ADAPTER_SIDES) -> str:
-    """Tokens/s and peak memory of one step with adapters, of the cases that were measured by several sides."""
+MODELS_2026 = ("h200-models-2026.json", "h200-triton-3.7.1-models-2026.json")
+MODELS_2026_SIDES = {"hf": "HF", "unsloth": "Unsloth", "tigon": "Tigon"}
+
+
+def make_adapter_table(
+    files: Sequence[str] = ("h100-adapters.json",), titles: dict[str, str] = ADAPTER_SIDES, first: str = "adapters"
+) -> str:
+    """Tokens/s and peak memory of one step, of the cases that were measured by several sides."""
     lines = []
-    for by in group_cases([row for row in load(file)["rows"] if row["measure"] == "speed"]):
+    rows = [row for file in files for row in load(file)["rows"]]
+    for by in group_cases([row for row in rows if row["measure"] == "speed"]):
         if len(by) == 1:
             continue
         row, (fast, small) = next(iter(by.values())), find_best(by)
-        title = f"{row['model']} {row['batch']}×{row['seq']} {'QLoRA nf4' if row['quantized'] else 'LoRA'}"
-        title += f", rank {row['rank']}" * (row["rank"] != 16) + ", checkpointing" * row["checkpointing"]
+        method = "QLoRA " + row["quantized"] if row["quantized"] else "LoRA" if row["rank"] else "all weights"
+        title = f"{row['model']} {row['batch']}×{row['seq']} {method}" + ", checkpointing" * row["checkpointing"]
+        title += f", rank {row['rank']}" * (row["rank"] not in (0, 16))
+        title += f", {row['layers']} layers" if row.get("layers") else ""
         lines.append([title, *(make_cell(by.get(side), None, side in fast, side in small) for side in titles)])
-    return to_markdown(["adapters", *titles.values()], lines)
+    return to_markdown([first, *titles.values()], lines)
 
 
 README_TABLES: dict[str, Callable[[], str]] = {
@@ -263,7 +272,8 @@ README_TABLES: dict[str, Callable[[], str]] = {
     "one-gpu": make_one_gpu_table,
     "losses": make_loss_table,
     "adapters": make_adapter_table,
-    "fp8-adapters": lambda: make_adapter_table("h200-fp8-adapters.json", FP8_ADAPTER_SIDES),
+    "fp8-adapters": lambda: make_adapter_table(("h200-fp8-adapters.json",), FP8_ADAPTER_SIDES),
+    "models-2026": lambda: make_adapter_table(MODELS_2026, MODELS_2026_SIDES, "step"),
 }
 
 

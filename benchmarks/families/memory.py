@@ -181,7 +181,10 @@ def make_measured_table(name: str) -> list[str]:
             )
             method = f"QLoRA, {row['quantized']}" if row["quantized"] else "LoRA" if row["rank"] else "full"
             size = f"{row['batch']} × {row['seq']:,}, {row['layers']} layers"
-            cells = [content["environment"]["device"], f"{method}, {size}", row["side"]]
+            environment = content["environment"]
+            side = row["side"] if row["side"] == "tigon" else f"{row['side']} ({row['note'].partition(chr(10))[0]})"
+            software = f"{environment['device']}, Triton {environment.get('packages', {}).get('triton', '–')}"
+            cells = [software, f"{method}, {size}", side]
             if row["status"] == "ok" and row["peak_gib"]:
                 error = "–" if not twin.get("error") else f"{twin['error']:.1e}"
                 cells += [f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", error]
