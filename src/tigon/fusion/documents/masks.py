@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tigon.fusion.documents.packs import Documents, find_tokens, read_documents, read_rows
+from tigon.fusion.documents.packs import CACHES, Documents, find_cache, find_tokens, read_documents, read_rows
 from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.logits.deferred import Deferred
@@ -32,8 +32,6 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED, OU
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
 CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
-
-CACHES = ("past_key_values", "cache")  # the argument's name in transformers before 5.24, and since
 
 
 class PackedMask(Deferred):
@@ -107,7 +105,7 @@ class PackedForward:
                 if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
                     arguments["cu_seq_lens_q"] = documents.offsets
-                    if arguments.get("past_key_values") is None:
+                    if find_cache(arguments) is None:
                         arguments["use_cache"] = False
                 if documents.offsets is not None and not torch.compiler.is_compiling():
                     self._warn_of_leaks(module)

@@ -13,7 +13,8 @@ from tigon.kernels.graph_capture import is_captured
 
 # Arguments of calls that are not packed: a decoder's beside an encoder, continuous batching's, where offsets count the
 # tokens of running requests, and a `tigon.SharedPrefixBatch`'s.
-ELSEWHERE = ("encoder_hidden_states", "cache", "block_table", "shared_prefix")
+ELSEWHERE = ("encoder_hidden_states", "block_table", "shared_prefix")
+CACHES = ("past_key_values", "cache")  # the argument's name in transformers before 5.24, and since
 
 
 class Documents:
@@ -65,9 +66,10 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
     shape = x.shape[0], x.shape[1]
     if offsets is None and (mask is not None or not isinstance(positions, Tensor)):
         return None
-    if any(call.get(name) is not None for name in ELSEWHERE):
+    cache = find_cache(call)
+    if _is_elsewhere(call, cache):
         return None
-    if not _is_empty(call.get("past_key_values")):
+    if not _is_empty(cache):
         return None if offsets is None else "a cache was passed"
     if offsets is None:
         return _read_positions(positions, shape)
@@ -102,7 +104,8 @@ def read_rows(call: Mapping[str, Any], *, padded: bool) -> Documents | None:
     x, mask = find_tokens(call), call.get("attention_mask")
     if x is None or torch.compiler.is_compiling() or is_functorch_active():
         return None
-    if not _is_empty(call.get("past_key_values")) or any(call.get(name) is not None for name in ELSEWHERE):
+    cache = find_cache(call)
+    if _is_elsewhere(call, cache) or not _is_empty(cache):
         return None
     rows, tokens = x.shape[0], x.shape[1]
     starts = torch.arange(rows + 1, dtype=torch.int32, device=x.device) * tokens
@@ -128,6 +131,17 @@ def find_tokens(call: Mapping[str, Any]) -> Tensor | None:
     """The tokens or embeddings in a decoder's call, (rows, tokens, …); None if there are none that can be computed."""
     x = next((t for t in (call.get("input_ids"), call.get("inputs_embeds")) if isinstance(t, Tensor)), None)
     return None if x is None or x.is_meta or x.dim() < 2 else x
+
+
+def find_cache(call: Mapping[str, Any]) -> Any:
+    """The cache in a forward's arguments; None if there is none."""
+    return next((call[name] for name in CACHES if call.get(name) is not None), None)
+
+
+def _is_elsewhere(call: Mapping[str, Any], cache: Any) -> bool:
+    # Continuous batching's cache of pages has no length.
+    is_paged = cache is not None and not hasattr(cache, "get_seq_length")
+    return is_paged or any(call.get(name) is not None for name in ELSEWHERE)
 
 
 def _is_empty(cache: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.fusion.documents.packs import find_cache
 from tigon.fusion.engine.ledger import Ledger
 from tigon.kernels import autocast_dtype
 from tigon.ops.prefix_attention import PrefixLayout, prefix_attention
@@ -145,7 +146,7 @@ def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, A
     mask = kwargs.get("attention_mask")
     if len(args) > 1 or (mask is not None and not isinstance(mask, LayoutAsMask)):
         raise ValueError("shared_prefix: attention_mask must be left out: the layout decides what each token reads.")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or find_cache(kwargs) is not None:
         raise ValueError("shared_prefix: use_cache must be False, and no cache passed: a cache holds one continuation.")
     if kwargs.get("output_attentions"):
         raise ValueError(

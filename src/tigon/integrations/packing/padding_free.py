@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.documents.leaks import find_leaks
+from tigon.fusion.documents.packs import find_cache
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.report import Report
 from tigon.fusion.logits.split import is_split
@@ -100,7 +101,7 @@ class PaddingFree:
         mask, cache = given.get("attention_mask"), given.get("use_cache")
         if cache is None:
             cache = not self.backbone.training and getattr(self.backbone.config, "use_cache", False)
-        if ids is None or mask is None or cache or given.get("past_key_values") is not None:
+        if ids is None or mask is None or cache or find_cache(given) is not None:
             return self.own(*args, **kwargs)  # no padding, or generation
         if is_captured(ids):
             return self.own(*args, **kwargs)  # a capture cannot wait for the mask
