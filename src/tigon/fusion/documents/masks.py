@@ -20,6 +20,8 @@ import torch
 from tigon.fusion.documents.packs import CACHES, Documents, find_cache, find_tokens, read_documents, read_rows
 from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.engine.rewrite import rewrite_forward
 from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.shared_prefix.attention import Shared
 from tigon.kernels import use_triton
@@ -31,7 +33,8 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED, OU
 # Attention that takes a dense mask. Flash attention reads packed batches itself.
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
-CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+FUNCTIONS = ("or_mask_function", "and_mask_function")
+CHANGES = (*FUNCTIONS, "block_sequence_ids")
 
 
 class PackedMask(Deferred):
@@ -164,6 +167,17 @@ _running = _Running()
 
 def make_globals(fn: types.FunctionType) -> dict[str, Any]:
     """The functions that the rewritten forward of a decoder sees."""
+    helpers = {name: rewrite_forward(helper, _make_makers) for name, helper in list_helpers(fn).items()}
+    return {name: made for name, made in helpers.items() if not isinstance(made, Reason)} | _make_makers(fn)
+
+
+def list_helpers(fn: types.FunctionType) -> dict[str, Any]:
+    """The functions in a forward's own file that make masks for it, such as those of images read in both directions."""
+    named = {name: fn.__globals__.get(name) for name in list_names(fn.__code__)}
+    return {n: f for n, f in named.items() if getattr(f, "__module__", "") == fn.__module__ and makes_masks(f)}
+
+
+def _make_makers(fn: types.FunctionType) -> dict[str, Any]:
     return {name: _make_maker(fn.__globals__[name], name) for name in _list_makers(fn)}
 
 
@@ -217,6 +231,12 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             # Beside a mask or a cache, which is empty, transformers would not look for documents.
             kept = {name: value for name, value in given.items() if name not in CACHES}
             changes = {"position_ids": call.documents.get_positions(), cache: None, "attention_mask": None}
+            if name != CHUNKED and any(given.get(function) is not None for function in FUNCTIONS):
+                from transformers.masking_utils import and_masks, packed_sequence_mask_function
+
+                # transformers would hand these functions positions in a document for places in a row.
+                bounds = [packed_sequence_mask_function(call.documents.get_numbers()), given.get("and_mask_function")]
+                changes |= {"position_ids": None, "and_mask_function": and_masks(*filter(None, bounds))}
             return original(**{**kept, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
 
         is_changed = any(given.get(change) is not None for change in CHANGES)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.fusion.engine.patch import is_functorch_active
@@ -46,9 +47,17 @@ class Documents:
         if self.offsets is None:
             assert self._positions is not None
             return self._positions.expand(rows, -1)
-        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device)
-        document = torch.searchsorted(self.offsets, token, right=True) - 1
-        return (token - self.offsets[document]).long().view(rows, tokens)
+        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device).view(rows, tokens)
+        return (token - self.offsets[self.get_numbers()]).long()
+
+    def get_numbers(self) -> Tensor:
+        """The number of each token's document, (rows, tokens); without offsets counted in each row."""
+        rows, tokens = self.shape
+        if self.offsets is None:
+            begins = self.get_positions().diff(dim=-1) != 1
+            return F.pad(begins.cumsum(-1), (1, 0))
+        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device).view(rows, tokens)
+        return torch.searchsorted(self.offsets, token, right=True) - 1
 
 
 def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
