@@ -366,6 +366,11 @@ def test_eager_attention_of_another_formula_stays(monkeypatch):
     with tigon.fuse(model, parts=["documents"]) as fusion:
         torch.testing.assert_close(model(torch.arange(3, 15)[None]).logits, want)
         assert "eager attention takes module.slopes" in str([row.what for row in list_document_rows(fusion)])
+    model.set_attn_implementation("sdpa")
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(torch.arange(3, 15)[None]).logits, want)
+        assert [row.idle for row in list_document_rows(fusion)] == ["eager attention takes module.slopes"]
 
 
 def test_autocast_and_copies(llama, no_masks):
@@ -468,13 +473,17 @@ def test_dropout_runs_the_configured_attention_with_a_mask():
     assert "varlen_attention. Did not run: attention has dropout 0.5" in text
 
 
-def test_attention_weights_come_from_eager_attention():
+@pytest.mark.parametrize("asks", [{"output_attentions": True}, {}, {"output_attentions": None}])
+def test_attention_weights_come_from_eager_attention(asks):
+    """By an argument, or by the configuration, which also counts for None: in some models of transformers."""
     model, batch = build("llama"), without_offsets(pack(documents()))
     model.config._attn_implementation = "eager"
-    want = model(**batch, use_cache=False, output_attentions=True).attentions
+    model.config.output_attentions = not asks.get("output_attentions")
+    want = model(**batch, use_cache=False, **asks).attentions
     with tigon.fuse(model, parts=["documents"]) as fusion:
-        got = model(**batch, output_attentions=True).attentions
-        assert all(map(torch.equal, got, want))
+        got = model(**batch, **asks).attentions
+        assert (got is None) == (want is None) == ("output_attentions" in asks and not asks["output_attentions"])
+        assert all(map(torch.equal, got or (), want or ()))
         assert [row.idle for row in list_document_rows(fusion)] == ["attention weights were asked for"]
 
 

@@ -13,6 +13,7 @@ import tigon
 
 T = pytest.importorskip("transformers")
 from prefix_cases import assert_close, gradients, ids, separately  # noqa: E402
+from transformers.masking_utils import create_causal_mask  # noqa: E402
 from zoo import BASE  # noqa: E402
 
 from tigon.fusion.documents import packs  # noqa: E402
@@ -179,14 +180,53 @@ def test_what_cannot_keep_documents_apart_says_so(models):
         model.model.layers[0].linear_attn.activation = "silu"
 
 
+class Strict(T.Lfm2Model):
+    """Takes no further arguments, and so hands none on."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None):
+        x = self.embed_tokens(input_ids)
+        places = torch.arange(x.shape[1])[None] if position_ids is None else position_ids
+        mask = create_causal_mask(self.config, x, attention_mask, None, position_ids=places)
+        angles = self.rotary_emb(x, position_ids=places)
+        for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            own = mask if kind == "full_attention" else attention_mask
+            x = layer(x, attention_mask=own, position_embeddings=angles, position_ids=places)
+        return self.embedding_norm(x)
+
+
+def test_a_decoder_that_passes_no_offsets_on_is_named():
+    model, batch = Strict(build("lfm2").config), pack(documents(), offsets=False)
+    with tigon.fuse(model):
+        assert find_leaks(model) == ["layers.0.conv (Lfm2ShortConv)"]
+        with pytest.warns(UserWarning, match=r"nothing tells layers.0.conv \(Lfm2ShortConv\) where a document begins"):
+            model(batch["input_ids"], position_ids=batch["position_ids"])
+
+
 def test_a_capture_counts_no_documents_in_positions(models, monkeypatch):
-    """Attention needs no count there, but a state would run on into the next document."""
+    """Attention needs no count there, but a state would run on into the next document. A single one is no pack."""
     model, rows = models["qwen3_5"], documents()
+    alone = {"input_ids": rows[0][None], "position_ids": torch.arange(len(rows[0]))[None], "use_cache": False}
+    want = model(**alone).logits
     monkeypatch.setattr(packs, "is_captured", lambda t: True)
     with tigon.fuse(model):
         model(**pack(rows))
-        with pytest.raises(ValueError, match="must come with cu_seq_lens_q beside position_ids"):
+        torch.testing.assert_close(model(**alone).logits, want)
+        with pytest.raises(RuntimeError, match="must come with cu_seq_lens_q beside position_ids"):
             model(**pack(rows, offsets=False))
+
+
+def test_a_compiled_call_may_bring_positions(models):
+    model, rows = models["lfm2"], documents()
+    alone = {"input_ids": rows[0][None], "position_ids": torch.arange(len(rows[0]))[None], "use_cache": False}
+    want = model(**alone).logits
+    with tigon.fuse(model):
+        torch._dynamo.reset()
+        compiled = torch.compile(model.model, backend="aot_eager", fullgraph=True)
+        head = model.get_output_embeddings()
+        torch.testing.assert_close(head(compiled(**alone).last_hidden_state), want)
+        packed = {**alone, "position_ids": alone["position_ids"] % 4}
+        with pytest.raises(RuntimeError, match="must come with cu_seq_lens_q beside position_ids"):
+            compiled(**packed)
 
 
 # ---------------------------------------------------------------------------------------------------- shared prefixes

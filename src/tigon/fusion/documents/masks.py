@@ -34,6 +34,10 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED, OU
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
 FUNCTIONS = ("or_mask_function", "and_mask_function")
+NO_OFFSETS = (
+    "fuse: a compiled or captured packed batch of a model with recurrences must come with cu_seq_lens_q beside "
+    "position_ids that restart."
+)
 CHANGES = (*FUNCTIONS, "block_sequence_ids")
 
 
@@ -91,20 +95,20 @@ class PackedForward:
             documents = self._read_rows(module.config, arguments)
         outer, _running.call = _running.call, None
         try:
+            if isinstance(documents, Documents) and documents.offsets is None and self.has_state:
+                # A capture and a compiler cannot count documents; that there is only one they can check.
+                torch._assert_async(documents.are_rows_whole(), NO_OFFSETS)
+                return run(*args, **kwargs)
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
-                if arguments.get("output_attentions", getattr(module.config, "output_attentions", None)):
+                shown = arguments.get("output_attentions")
+                if getattr(module.config, "output_attentions", None) if shown is None else shown:
                     _running.call.build("attention weights were asked for")
                 if documents.are_rows:
                     return self.forward(module, **arguments)
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
-                if self.has_state and documents.offsets is None:
-                    raise ValueError(
-                        "fuse: a compiled or captured call of a model with recurrences must come with cu_seq_lens_q "
-                        "beside position_ids, or unpacked without position_ids."
-                    )
                 if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
                     arguments["cu_seq_lens_q"] = documents.offsets

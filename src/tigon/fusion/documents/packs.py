@@ -50,6 +50,10 @@ class Documents:
         token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device).view(rows, tokens)
         return (token - self.offsets[self.get_numbers()]).long()
 
+    def are_rows_whole(self) -> Tensor:
+        """Whether each row is a single document, by its positions; a boolean on the device."""
+        return (self.get_positions().diff(dim=-1) == 1).all()
+
     def get_numbers(self) -> Tensor:
         """The number of each token's document, (rows, tokens); without offsets counted in each row."""
         rows, tokens = self.shape

@@ -294,11 +294,15 @@ class _Before:
 def find_registry(kind: type) -> tuple[Any, Any]:
     """The registry that a class's forward asks, and that module's eager attention; (None, None) if none."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    if REGISTRY not in names:
+    if REGISTRY not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None, None
-    eager = [forward.__globals__.get(name) for name in names if name.startswith("eager")]
-    return forward.__globals__.get(REGISTRY), eager[0] if eager else None
+    return forward.__globals__.get(REGISTRY), find_eager(forward)
+
+
+def find_eager(forward: Any) -> Any:
+    """The eager attention that a forward names, None if none."""
+    names = (name for name in forward.__code__.co_names if name.startswith("eager"))
+    return next((forward.__globals__.get(name) for name in names), None)
 
 
 def _previous(config: Any) -> str | None:
