@@ -471,7 +471,9 @@ def test_a_shared_input_gets_the_sum_of_its_gradients(op: Op, backend, device):
         for r in result if isinstance(result, tuple) else (result,):
             r.backward(torch.ones_like(r), retain_graph=True)
     for i in wanted:
-        torch.testing.assert_close(leaves[i].grad, 2 * once[i], rtol=1e-6, atol=1e-6)
+        # Several results have a backward pass each here, and one together above: rounded apart.
+        atol = 1e-6 * max(1.0, once[i].abs().max().item())
+        torch.testing.assert_close(leaves[i].grad, 2 * once[i], rtol=1e-6, atol=atol)
 
 
 # --------------------------------------------------------------------------------------------------------- compile

@@ -340,7 +340,7 @@ REDUCED = {"grpo", "distill", "distill_topk"}
 # Kernels see a single tile of tokens at a time, like gated_linear's.
 TILED = {"gated_mlp"}
 # Rows do not repeat a small batch; separate tests are above. Prefixes run through varlen_attention's kernels.
-OF_REQUESTS = {"prefix_attention", "varlen_attention", "causal_conv1d", "gated_delta_rule"}
+OF_REQUESTS = {"prefix_attention", "varlen_attention", "causal_conv1d", "gated_delta_rule", "mamba2_scan"}
 # A repeated batch's statistics differ in bits from the small batch's; its own tests have a large batch.
 OF_COLUMNS = {"batch_norm_relu"}
 

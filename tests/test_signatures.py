@@ -46,6 +46,7 @@ LONG = {
     "quantized_embedding": "as embedding_bag",
     "varlen_attention": "as prefix_attention, with offsets and sinks",
     "gated_delta_rule": "q, k, v with decay and step, the options of transformers, and states and offsets",
+    "mamba2_scan": "the arguments of mamba_ssm's scan by their names, and states and offsets",
     "qk_norm_rope": "six tensors, and the options of rms_norm by their names",
 }
 X = torch.randn(2, 4)

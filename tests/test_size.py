@@ -18,12 +18,12 @@ LINES = {  # to the next 50
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 9150,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 23950,  # FP8; the delta rule, short convolutions, gated norms, adapted and 4-bit experts
+    "src/tigon/ops": 24400,  # FP8; the delta rule, Mamba-2, short convolutions, gated norms, adapted and 4-bit experts
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 75150,
-    "benchmarks": 18750,
+    "tests": 75550,
+    "benchmarks": 18900,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 

@@ -53,6 +53,7 @@ from tigon.ops.linear.gated_mlp import gated_mlp as gated_mlp
 from tigon.ops.linear.lora import LoRA as LoRA
 from tigon.ops.logprob import LogProb as LogProb
 from tigon.ops.logprob import logprob as logprob
+from tigon.ops.mamba2_scan import mamba2_scan as mamba2_scan
 from tigon.ops.poly_norm import poly_norm as poly_norm
 from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
 from tigon.ops.prefix_attention import prefix_attention as prefix_attention

@@ -13,7 +13,7 @@ Llama4TextMoe = transformers.models.llama4.modeling_llama4.Llama4TextMoe
 
 
 @pytest.mark.parametrize(("chosen", "by_kernels"), [(1, True), (2, False)])
-def test_a_mixture_that_runs_every_expert_on_every_token(chosen, by_kernels, request):
+def test_a_mixture_that_runs_every_expert_on_every_token(chosen, by_kernels, request, device):
     """Llama 4 scales each expert's input by a score that is zero but for those chosen: only these have to run."""
     if by_kernels:
         request.getfixturevalue("triton_backend")
@@ -23,8 +23,8 @@ def test_a_mixture_that_runs_every_expert_on_every_token(chosen, by_kernels, req
         intermediate_size=16, intermediate_size_mlp=24, num_local_experts=4, num_experts_per_tok=chosen,
         interleave_moe_layer_step=1,
     )  # fmt: skip
-    moe = Llama4TextMoe(config)
-    x = torch.randn(2, 7, 32, requires_grad=True)
+    moe = Llama4TextMoe(config).to(device)
+    x = torch.randn(2, 7, 32, device=device, requires_grad=True)
     with torch.no_grad():
         for p in moe.parameters():
             p.normal_(0, 0.3)
@@ -34,9 +34,9 @@ def test_a_mixture_that_runs_every_expert_on_every_token(chosen, by_kernels, req
         return y.detach(), logits.detach(), *torch.autograd.grad(y.square().sum(), [x, *moe.parameters()])
 
     plain = step()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16):
         narrow = moe(x)[0]
-    with tigon.fuse(moe), torch.autocast("cpu", torch.bfloat16):
+    with tigon.fuse(moe), torch.autocast(device.type, torch.bfloat16):
         torch.testing.assert_close(moe(x)[0], narrow, rtol=0.05, atol=0.1)
     with tigon.fuse(moe) as fusion:
         for ours, theirs in zip(step(), plain, strict=True):

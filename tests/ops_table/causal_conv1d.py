@@ -87,7 +87,7 @@ CAUSAL_CONV1D = Op(
         Bad(_bad(dtype=torch.int32), r"causal_conv1d: x must be \(B, T, C\) floats, got .* torch.int32\."),
         Bad(_bad(weight=(6, 1, 4)), r"weight must be \(6, W\), a row per channel of x .*, got \(6, 1, 4\)\."),
         Bad(_bad(weight=(6, 9)), r"with W from 2 to 8, got \(6, 9\)\."),
-        Bad(_bad(bias=(5,)), r"bias must be \(6,\) floats on x's device cpu, got \(5,\)"),
+        Bad(_bad(bias=(5,)), r"bias must be \(6,\) floats on x's device \S+, got \(5,\)"),
         Bad(_bad(state=(2, 6, 4)), r"initial_state must be \(2, 6, 3\) floats .*, got \(2, 6, 4\)"),
         Bad(_bad(), r"activation must be 'silu' or None, got 'gelu'\.", {"activation": "gelu"}),
         Bad(_bad(offsets=torch.tensor([0, 5])), r"x must be \(1, T, C\), documents in a single row, got \(2, 5, 6\)\."),

@@ -47,14 +47,17 @@ def share_table(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor
     """Return make(), a table on the device that depends on offsets and key alone.
 
     Tables are made once for offsets whose values do not change, and once more in each CUDA graph: tables from before a
-    capture would hold the documents of then, and later calls would find tables that a replay overwrites. A compiler
-    merges equal calls in its graph.
+    capture would hold the documents of then, and later calls would find tables that a replay overwrites. Outside a
+    graph nothing is kept for offsets that a graph has used, since a replay may write them without a new version. A
+    compiler merges equal calls in its graph.
     """
     if is_traced(offsets) or offsets.is_inference() or (capture := find_capture(offsets)) is None:
         return make()
     stream = torch._C._cuda_getCurrentRawStream(offsets.get_device()) if offsets.is_cuda else 0
     state = offsets.data_ptr(), offsets._version, stream, capture
     known, tables = _made.get(offsets, (None, {}))
+    if known is not None and known[3] and not capture:
+        return make()
     if known != state:
         tables = {}
         _made[offsets] = state, tables
@@ -69,7 +72,9 @@ def find_documents(offsets: Tensor, count: int) -> Tensor:
 
     def make() -> Tensor:
         token = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
-        # The number of documents that end at or before a token: empty documents are passed over.
-        return torch.searchsorted(offsets[1:].contiguous(), token, right=True, out_int32=True)
+        # The number of documents that end at or before a token: empty documents are passed over. The first offset is
+        # counted too, since Inductor of torch 2.11 cannot search in a slice.
+        ends = torch.searchsorted(offsets.contiguous(), token, right=True, out_int32=True)
+        return (ends - 1).clamp(min=0)
 
     return share_table(offsets, ("documents", count), make)

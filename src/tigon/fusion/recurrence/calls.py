@@ -48,7 +48,7 @@ def make_function(
         if plain is not recognised or not ledger.active or is_functorch_active():
             return plain(*args, **kwargs)
         given = {**dict(zip(formula.names, args, strict=False)), **kwargs}
-        layout, offsets = kwargs.get(LAYOUT), next((o for n in OFFSETS if (o := kwargs.get(n)) is not None), None)
+        layout, offsets = kwargs.get(LAYOUT), _find_offsets(kwargs)
         why = "it got more arguments than it names" if len(args) > len(formula.names) else call.why_not(given, offsets)
         if why is not None:
             return _run_plain(plain, name, why, args, kwargs, layout, offsets)
@@ -56,6 +56,13 @@ def make_function(
         return call(operator, given, offsets, layout)
 
     return apply
+
+
+def _find_offsets(kwargs: dict[str, Any]) -> Any:
+    for name in OFFSETS:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return None
 
 
 def _run_plain(

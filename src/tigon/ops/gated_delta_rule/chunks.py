@@ -128,7 +128,8 @@ def _invert(b, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # One program makes the matrices and the factors of a chunk for head h, whose key head is h // N.
-# q, k: strides (t, g). g, beta: strides (t, h). solve, attend (slots, H, CHUNK, CHUNK) in q's dtype: W and P.
+# q, k: strides (t, g). g, beta: strides (t, h). solve, attend (slots, H, CHUNK, CHUNK) in q's dtype: W and P. Without
+# solve nothing corrects the values: x = v, here and in the other kernels.
 # factors (4 or 6, H, tokens) fp32, for each token: of its key that reads the state, exp(a); of its key that is written
 # to the state, exp(a_C − a) β; of its query, scale · exp(a), these with 1/norm; a; with NORMALIZE 1/norm of key and
 # query.
@@ -161,14 +162,16 @@ def _matrices_kernel(
     stride = tl.cast(tokens, tl.int64) * H
     q = load_tile(q_ptr, token * stride_qt + h // N * stride_qg, live, 0, K, BLOCK_K)
     p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (decay * scale)
-    b = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
+    if solve_ptr is not None:
+        b = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     if NORMALIZE:
         q_norm = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS)
         k_norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
         tl.store(factors_ptr + 4 * stride, k_norm, mask=live)
         tl.store(factors_ptr + 5 * stride, q_norm, mask=live)
         reader, writer, query = reader * k_norm, writer * k_norm, query * q_norm
-        b *= k_norm[:, None] * k_norm[None, :]
+        if solve_ptr is not None:
+            b *= k_norm[:, None] * k_norm[None, :]
         p *= q_norm[:, None] * k_norm[None, :]
     tl.store(factors_ptr, reader, mask=live)
     tl.store(factors_ptr + stride, writer, mask=live)
@@ -176,5 +179,6 @@ def _matrices_kernel(
     tl.store(factors_ptr + 3 * stride, a, mask=live)
     at = (slot.to(tl.int64) * H + h) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
     tl.store(attend_ptr + at, p.to(attend_ptr.dtype.element_ty))
-    w = _invert(tl.where(i[:, None] > i[None, :], b, 0.0), CHUNK, INVERSE)
-    tl.store(solve_ptr + at, w.to(solve_ptr.dtype.element_ty))
+    if solve_ptr is not None:
+        w = _invert(tl.where(i[:, None] > i[None, :], b, 0.0), CHUNK, INVERSE)
+        tl.store(solve_ptr + at, w.to(solve_ptr.dtype.element_ty))

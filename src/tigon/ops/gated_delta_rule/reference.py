@@ -36,18 +36,27 @@ def gated_delta_rule_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     with torch.autocast(autocast_device(q.device.type), enabled=False):
         q_, k_, v_, g_, beta_, S = _widen(q, k, v, g, beta, scale, normalize, initial_state, offsets)
-        if not is_concrete(q) or is_captured(q):
-            o, S = _run_at_once(q_, k_, v_, g_, beta_, S, offsets)
-        elif offsets is None:
-            o, S = _run_chunks(q_, k_, v_, g_, beta_, S)
-        else:
-            parts = []
-            for d, (start, stop) in enumerate(pairwise(offsets.tolist())):
-                q_d, k_d, v_d, g_d, beta_d = (t[:, :, start:stop] for t in (q_, k_, v_, g_, beta_))
-                parts.append(_run_chunks(q_d, k_d, v_d, g_d, beta_d, S[d : d + 1]))
-            o, S = torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts])
+        o, S = run_documents(q_, k_, v_, g_, beta_, S, offsets)
         o = o.transpose(1, 2).to(v.dtype).contiguous()
         return (o, S.contiguous()) if return_state else o
+
+
+def run_documents(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, offsets: Tensor | None, corrects: bool = True
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o, last states) of tensors (B, H, T, …) that have one dtype, g perhaps a wider one.
+
+    corrects: whether values are corrected, as the delta rule does, or added as they are.
+    """
+    if not is_concrete(q) or is_captured(q):
+        return _run_at_once(q, k, v, g, beta, S, offsets, corrects)
+    if offsets is None:
+        return _run_chunks(q, k, v, g, beta, S, corrects)
+    parts = []
+    for d, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        q_d, k_d, v_d, g_d, beta_d = (t[:, :, start:stop] for t in (q, k, v, g, beta))
+        parts.append(_run_chunks(q_d, k_d, v_d, g_d, beta_d, S[d : d + 1], corrects))
+    return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts])
 
 
 def _widen(
@@ -69,7 +78,7 @@ def _widen(
 
 
 def _run_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, corrects: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Chunk by chunk: all products inside chunks at once, then the states in their order."""
     T = q.shape[2]
@@ -79,41 +88,41 @@ def _run_chunks(
     q, k, v = (F.pad(t, (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for t in (q, k, v))
     g, beta = (F.pad(t, (0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for t in (g, beta))
     sums = g.cumsum(-1)
-    solve, attend = _make_matrices(q, k, sums, beta)
-    first, last = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    solve, attend = _make_matrices(q, k, sums, beta, corrects)
+    first, last = sums.exp().to(q).unsqueeze(-1), (sums[..., -1:] - sums).exp().to(q).unsqueeze(-1)
     # What each token's value would be without the state, and how the state enters.
-    values = torch.linalg.solve_triangular(solve, v, upper=False, unitriangular=True)
-    readers = torch.linalg.solve_triangular(solve, k * first, upper=False, unitriangular=True)
-    queries, keys, fade = q * first, k * last * beta.unsqueeze(-1), sums[..., -1].exp()[..., None, None]
+    values, readers = _solve(solve, v), None if solve is None else _solve(solve, k * first)
+    queries, keys, fade = q * first, k * last * beta.unsqueeze(-1), sums[..., -1].exp().to(q)[..., None, None]
     o = []
     for n in range(q.shape[2]):
-        x = values[:, :, n] - readers[:, :, n] @ S
+        x = values[:, :, n] if readers is None else values[:, :, n] - readers[:, :, n] @ S
         o.append(queries[:, :, n] @ S + attend[:, :, n] @ x)
         S = S * fade[:, :, n] + keys[:, :, n].transpose(-1, -2) @ x
     return torch.cat(o, 2)[:, :, :T], S
 
 
 def _run_at_once(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, offsets: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, offsets: Tensor | None, corrects: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All tokens as a single chunk: a graph must hold for all lengths and offsets, and has no loop over them."""
     sums = g.double().cumsum(-1)  # over all documents: their differences cancel
     if offsets is None:
-        solve, attend = _make_matrices(q, k, sums, beta)
+        solve, attend = _make_matrices(q, k, sums, beta, corrects)
         first, last = sums.exp().to(q), (sums[..., -1:] - sums).exp().to(q)
-        x = torch.linalg.solve_triangular(solve, v - (k * first.unsqueeze(-1)) @ S, upper=False, unitriangular=True)
+        x = v if solve is None else _solve(solve, v - (k * first.unsqueeze(-1)) @ S)
         o = (q * first.unsqueeze(-1)) @ S + attend @ x
-        fade = g.sum(-1).exp()[..., None, None]
+        fade = g.sum(-1).exp().to(q)[..., None, None]
         return o, S * fade + (k * (last * beta).unsqueeze(-1)).transpose(-1, -2) @ x
     row = torch.arange(q.shape[2], device=q.device, dtype=offsets.dtype)
     document = torch.searchsorted(offsets.contiguous(), row, right=True) - 1
-    solve, attend = _make_matrices(q, k, sums, beta, document[:, None] == document)
+    solve, attend = _make_matrices(q, k, sums, beta, corrects, document[:, None] == document)
     before = F.pad(sums, (1, 0))[..., offsets]  # the sum before each document, and behind the last
     first = (sums - before[..., document]).exp().to(q)
     last = (before[..., document + 1] - sums).exp().to(q)
     own = S[document].transpose(0, 1).unsqueeze(0)  # (1, H, T, K, V)
-    x = v - torch.einsum("bhtk,bhtkv->bhtv", k * first.unsqueeze(-1), own)
-    x = torch.linalg.solve_triangular(solve, x, upper=False, unitriangular=True)
+    x = v
+    if solve is not None:
+        x = _solve(solve, v - torch.einsum("bhtk,bhtkv->bhtv", k * first.unsqueeze(-1), own))
     o = torch.einsum("bhtk,bhtkv->bhtv", q * first.unsqueeze(-1), own) + attend @ x
     member = (document == torch.arange(S.shape[0], device=q.device)[:, None]).to(q)
     added = torch.einsum("dt,bhtk,bhtv->dhkv", member, k * (last * beta).unsqueeze(-1), x)
@@ -121,9 +130,13 @@ def _run_at_once(
     return o, S * fade[..., None, None] + added
 
 
+def _solve(solve: Tensor | None, x: Tensor) -> Tensor:
+    return x if solve is None else torch.linalg.solve_triangular(solve, x, upper=False, unitriangular=True)
+
+
 def _make_matrices(
-    q: Tensor, k: Tensor, sums: Tensor, beta: Tensor, same: Tensor | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, sums: Tensor, beta: Tensor, corrects: bool, same: Tensor | None = None
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Return how tokens' values depend on one another, and the outputs on them. same: which tokens share a document."""
     T = q.shape[-2]
     seen = torch.ones((T, T), dtype=torch.bool, device=q.device).tril()
@@ -131,4 +144,4 @@ def _make_matrices(
     # Masked before the exponential: above the diagonal sums are positive and could overflow.
     decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp().to(q)
     decay = decay * beta.unsqueeze(-2)
-    return (k @ k.transpose(-1, -2)) * decay, (q @ k.transpose(-1, -2)) * decay
+    return (k @ k.transpose(-1, -2)) * decay if corrects else None, (q @ k.transpose(-1, -2)) * decay

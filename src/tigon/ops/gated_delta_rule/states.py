@@ -21,12 +21,13 @@ def _at_state(slot, h, first, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 
 # One program walks through document d for head h and BLOCK_V values.
 # q, k: strides (t, g); v: strides (t, h). initial, final (D, H, K, V). o, x: dense (tokens, H, V). states (slots, H, K,
-# V) in q's dtype: S at each chunk's start. Without o the outputs are not computed.
+# V) in q's dtype: S at each chunk's start. skip (H,) or None: how much of v is in the outputs. Without o no
+# outputs are computed.
 @jit
 @do_not_specialize("D", "T", "tokens")
 def _states_kernel(
-    q_ptr, k_ptr, v_ptr, solve_ptr, attend_ptr, factors_ptr, table_ptr, initial_ptr, o_ptr, x_ptr, states_ptr,
-    final_ptr, D, T, tokens, stride_qt, stride_qg, stride_kt, stride_kg, stride_vt, stride_vh,
+    q_ptr, k_ptr, v_ptr, solve_ptr, attend_ptr, factors_ptr, skip_ptr, table_ptr, initial_ptr, o_ptr, x_ptr,
+    states_ptr, final_ptr, D, T, tokens, stride_qt, stride_qg, stride_kt, stride_kg, stride_vt, stride_vh,
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +54,8 @@ def _states_kernel(
         token = (n + i).to(tl.int64)
         k = load_tile(k_ptr, token * stride_kt, live, 0, K, BLOCK_K)
         v = load_tile(v_ptr, token * stride_vt, live, first, V, BLOCK_V)
-        w = load_square(solve_ptr, slot, H, h, CHUNK)
+        if solve_ptr is not None:
+            w = load_square(solve_ptr, slot, H, h, CHUNK)
         reader = tl.load(factors_ptr + token, mask=live, other=0.0)
         writer = tl.load(factors_ptr + stride + token, mask=live, other=0.0)
         fade = tl.exp(tl.load(factors_ptr + 3 * stride + tl.minimum(n + CHUNK, stop) - 1))
@@ -61,8 +63,10 @@ def _states_kernel(
         if states_ptr is not None:
             at, _ = _at_state(slot, h, first, H, K, V, BLOCK_K, BLOCK_V)
             tl.store(states_ptr + at, narrow, mask=inside)
-        x = v.to(tl.float32) - tl.dot(k, narrow, input_precision=PRECISION) * reader[:, None]
-        x = tl.dot(w, x.to(k.dtype), x, input_precision=PRECISION)
+        x = v.to(tl.float32)
+        if solve_ptr is not None:
+            x -= tl.dot(k, narrow, input_precision=PRECISION) * reader[:, None]
+            x = tl.dot(w, x.to(k.dtype), x, input_precision=PRECISION)
         column = first + tl.arange(0, BLOCK_V)
         at = ((token * H + h) * V)[:, None] + column[None, :]
         stored = live[:, None] & (column < V)[None, :]
@@ -74,6 +78,8 @@ def _states_kernel(
             query = tl.load(factors_ptr + 2 * stride + token, mask=live, other=0.0)
             o = tl.dot(q, narrow, input_precision=PRECISION) * query[:, None]
             o = tl.dot(p, x.to(k.dtype), o, input_precision=PRECISION)
+            if skip_ptr is not None:
+                o += x * tl.load(skip_ptr + h).to(tl.float32)
             tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=stored)
         S = tl.dot(tl.trans(k), (x * writer[:, None]).to(k.dtype), S * fade, input_precision=PRECISION)
         slot += 1
@@ -87,8 +93,8 @@ def _states_kernel(
 @jit
 @do_not_specialize("D", "T", "tokens")
 def _reverse_kernel(
-    q_ptr, k_ptr, do_ptr, solve_ptr, attend_ptr, factors_ptr, table_ptr, dfinal_ptr, dv_ptr, dstates_ptr, dinitial_ptr,
-    D, T, tokens, stride_qt, stride_qg, stride_kt, stride_kg, stride_dt, stride_dh,
+    q_ptr, k_ptr, do_ptr, solve_ptr, attend_ptr, factors_ptr, skip_ptr, table_ptr, dfinal_ptr, dv_ptr, dstates_ptr,
+    dinitial_ptr, D, T, tokens, stride_qt, stride_qg, stride_kt, stride_kg, stride_dt, stride_dh,
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +125,8 @@ def _reverse_kernel(
         live = n + i < stop
         token = (n + i).to(tl.int64)
         k = load_tile(k_ptr, token * stride_kt, live, 0, K, BLOCK_K)
-        w = load_square(solve_ptr, own, H, h, CHUNK)
+        if solve_ptr is not None:
+            w = load_square(solve_ptr, own, H, h, CHUNK)
         reader = tl.load(factors_ptr + token, mask=live, other=0.0)
         writer = tl.load(factors_ptr + stride + token, mask=live, other=0.0)
         fade = tl.exp(tl.load(factors_ptr + 3 * stride + tl.minimum(n + CHUNK, stop) - 1))
@@ -132,10 +139,15 @@ def _reverse_kernel(
             do = load_tile(do_ptr, token * stride_dt, live, first, V, BLOCK_V)
             p = load_square(attend_ptr, own, H, h, CHUNK)
             dx = tl.dot(tl.trans(p), do, dx, input_precision=PRECISION)
-        dx = tl.dot(tl.trans(w), dx.to(k.dtype), dx, input_precision=PRECISION)
+            if skip_ptr is not None:
+                dx += do.to(tl.float32) * tl.load(skip_ptr + h).to(tl.float32)
+        if solve_ptr is not None:
+            dx = tl.dot(tl.trans(w), dx.to(k.dtype), dx, input_precision=PRECISION)
         at = ((token * H + h) * V)[:, None] + column[None, :]
         tl.store(dv_ptr + at, dx.to(dv_ptr.dtype.element_ty), mask=live[:, None] & (column < V)[None, :])
-        dS = tl.dot(tl.trans(k), (dx * -reader[:, None]).to(k.dtype), dS * fade, input_precision=PRECISION)
+        dS *= fade
+        if solve_ptr is not None:
+            dS = tl.dot(tl.trans(k), (dx * -reader[:, None]).to(k.dtype), dS, input_precision=PRECISION)
         if do_ptr is not None:
             q = load_tile(q_ptr, token * stride_qt, live, 0, K, BLOCK_K)
             query = tl.load(factors_ptr + 2 * stride + token, mask=live, other=0.0)
