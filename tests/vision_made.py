@@ -32,11 +32,12 @@ def make_processor(template=TEMPLATE):
     return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=IMAGE_TOKENS)
 
 
-def make_model(tokenizer):
+def make_model(tokenizer, **options):
+    """options: of the decoder."""
     text = {
         "vocab_size": 64 * (len(tokenizer) // 64 + 1), "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-        "query_pre_attn_scalar": 8, "sliding_window": 64,
+        "query_pre_attn_scalar": 8, "sliding_window": 64, **options,
     }  # fmt: skip
     vision = {
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,

@@ -132,9 +132,14 @@ def test_images_become_an_adapter_with_its_processor(here, models, pictures, tmp
     said = here("train", *given, "--output_dir", tmp_path / "fused").ok().out
     assert "patches of 2 × 2 as a matrix product" in said
     assert "loss without logits" in said
+    assert "its images are read in both directions" in said
     here("train", *given, "--output_dir", tmp_path / "plain", "--no_fuse").ok()
-    fused, plain = losses(tmp_path / "fused"), losses(tmp_path / "plain")
+    said = here("train", *given, "--output_dir", tmp_path / "packed", "--packing", "true").ok().out
+    assert "padded batches computed without their padding" in said
+    assert "% of the tokens of padded batches would be padding; packed: 0%" in said
+    fused, plain, packed = (losses(tmp_path / name) for name in ("fused", "plain", "packed"))
     assert fused == pytest.approx(plain, abs=2e-4)
+    assert packed == pytest.approx(plain, abs=2e-4)
     assert fused[2] < fused[1]
     assert type(AutoProcessor.from_pretrained(tmp_path / "fused")).__name__ == "Gemma3Processor"
     assert (tmp_path / "fused" / "adapter_model.safetensors").is_file()
@@ -151,7 +156,7 @@ BAD = {
     "address": (change(in_columns(), 0, images=["http://a.b/c.png"]), (), "row 1: http://a.b/c.png is an address"),
     "more": (change(in_columns(), 3, images=["images/red.png"] * 2), (), "row 4 has 2 images, and 1 parts of its"),
     "long": (in_columns(), ("--max_length", IMAGE_TOKENS - 1), "row 1: its images take 4 tokens, and --max_"),
-    "packed": (in_columns(), ("--packing", "true"), "--packing true cannot go with images"),
+    "packed": (in_columns(), ("--packing", "true", "--no_fuse"), "--packing true with images needs tigon.fuse"),
     "captured": (in_columns(), ("--capture", "on"), "--capture on cannot go with images"),
     "pairs": ([{"images": ["images/red.png"], "chosen": "a", "rejected": "b"}], ("--task", "dpo"),
               "--task dpo takes no images"),

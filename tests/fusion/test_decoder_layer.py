@@ -154,7 +154,7 @@ def test_changes_between_calls(model, inputs, triton_backend):
         check(2)
         layer.post_attention_layernorm.variance_epsilon = 1.0
         check(2)
-        layer.self_attn.q_proj.weight = nn.Parameter(2 * layer.self_attn.q_proj.weight.detach())
+        layer.self_attn.v_proj.weight = nn.Parameter(2 * layer.self_attn.v_proj.weight.detach())
         check(2)
         layer.mlp.down_proj = nn.Linear(64, 32, bias=False, device=layer.mlp.down_proj.weight.device)
         check(2)

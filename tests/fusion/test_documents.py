@@ -1,6 +1,7 @@
 """Packed batches in fused models: what separate documents give, without a dense mask, in families of models."""
 
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -366,6 +367,11 @@ def test_eager_attention_of_another_formula_stays(monkeypatch):
     with tigon.fuse(model, parts=["documents"]) as fusion:
         torch.testing.assert_close(model(torch.arange(3, 15)[None]).logits, want)
         assert "eager attention takes module.slopes" in str([row.what for row in list_document_rows(fusion)])
+    model.set_attn_implementation("sdpa")
+    with tigon.fuse(model, parts=["documents"]) as fusion:
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(torch.arange(3, 15)[None]).logits, want)
+        assert [row.idle for row in list_document_rows(fusion)] == ["eager attention takes module.slopes"]
 
 
 def test_autocast_and_copies(llama, no_masks):
@@ -426,7 +432,8 @@ def test_a_cache_with_tokens(llama):
     offsets = torch.tensor([0, 4, 8])
     with tigon.fuse(llama, parts=["documents"]) as fusion:
         cache = llama(ids).past_key_values
-        llama(ids, past_key_values=cache, cu_seq_lens_q=offsets)
+        name = next(name for name in packs.CACHES if name in inspect.signature(llama.forward).parameters)
+        llama(ids, **{name: cache}, cu_seq_lens_q=offsets)
         assert [row.idle for row in list_document_rows(fusion)] == ["a cache was passed"]
 
 
@@ -467,13 +474,17 @@ def test_dropout_runs_the_configured_attention_with_a_mask():
     assert "varlen_attention. Did not run: attention has dropout 0.5" in text
 
 
-def test_attention_weights_come_from_eager_attention():
+@pytest.mark.parametrize("asks", [{"output_attentions": True}, {}, {"output_attentions": None}])
+def test_attention_weights_come_from_eager_attention(asks):
+    """By an argument, or by the configuration, which also counts for None: in some models of transformers."""
     model, batch = build("llama"), without_offsets(pack(documents()))
     model.config._attn_implementation = "eager"
-    want = model(**batch, use_cache=False, output_attentions=True).attentions
+    model.config.output_attentions = not asks.get("output_attentions")
+    want = model(**batch, use_cache=False, **asks).attentions
     with tigon.fuse(model, parts=["documents"]) as fusion:
-        got = model(**batch, output_attentions=True).attentions
-        assert all(map(torch.equal, got, want))
+        got = model(**batch, **asks).attentions
+        assert (got is None) == (want is None) == ("output_attentions" in asks and not asks["output_attentions"])
+        assert all(map(torch.equal, got or (), want or ()))
         assert [row.idle for row in list_document_rows(fusion)] == ["attention weights were asked for"]
 
 
@@ -503,9 +514,9 @@ def _clone_mask(layer, args, kwargs):
     return args, {**kwargs, "attention_mask": mask if mask is None else mask.clone()}
 
 
-def _gptj():
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
-    return T.GPTJForCausalLM(T.GPTJConfig(vocab_size=97, **sizes))
+def _gpt_neo():
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "max_position_embeddings": 64}
+    return T.GPTNeoForCausalLM(T.GPTNeoConfig(vocab_size=97, attention_types=[[["global"], 1]], **sizes))
 
 
 def _llama4():
@@ -520,7 +531,7 @@ def _llama4():
     [
         (_llama4, "the model's mask is more than causal"),
         (_reads_masks, "the model itself reads the mask"),
-        (_gptj, "no causal attention in it uses transformers' registry"),
+        (_gpt_neo, "no causal attention in it uses transformers' registry"),
     ],
 )
 def test_attention_that_cannot_has_the_dense_mask(make, why):
@@ -547,7 +558,7 @@ def test_flash_attention_stays():
 
 
 def test_models_that_keep_documents_apart_have_no_leaks(llama):
-    for model in (llama, build("gemma2"), build("gpt_oss"), build("llava"), _gptj()):
+    for model in (llama, build("gemma2"), build("gpt_oss"), build("llava"), _gpt_neo()):
         assert find_leaks(model) == []
         with tigon.fuse(model):
             assert find_leaks(model) == []

@@ -15,6 +15,7 @@ import tigon
 
 T = pytest.importorskip("transformers")
 from prefix_cases import assert_close, gradients, ids, separately  # noqa: E402
+from transformers.masking_utils import create_causal_mask  # noqa: E402
 from zoo import BASE  # noqa: E402
 
 from tigon.fusion.documents import packs  # noqa: E402
@@ -196,14 +197,62 @@ def test_what_cannot_keep_documents_apart_says_so(models, device):
         model.model.layers[0].linear_attn.activation = "silu"
 
 
+class Strict(T.Lfm2Model):
+    """Takes no further arguments, and so hands none on."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None):
+        x = self.embed_tokens(input_ids)
+        places = torch.arange(x.shape[1])[None] if position_ids is None else position_ids
+        mask = create_causal_mask(self.config, x, attention_mask, None, position_ids=places)
+        angles = self.rotary_emb(x, position_ids=places)
+        for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            own = mask if kind == "full_attention" else attention_mask
+            x = layer(x, attention_mask=own, position_embeddings=angles, position_ids=places)
+        return self.embedding_norm(x)
+
+
+def test_a_decoder_that_passes_no_offsets_on_is_named():
+    model, batch = Strict(build("lfm2").config), pack(documents("cpu"), offsets=False)
+    with tigon.fuse(model):
+        assert find_leaks(model) == ["layers.0.conv (Lfm2ShortConv)"]
+        with pytest.warns(UserWarning, match=r"nothing tells layers.0.conv \(Lfm2ShortConv\) where a document begins"):
+            model(batch["input_ids"], position_ids=batch["position_ids"])
+
+
+def bring_positions(row):
+    """The call of a single document."""
+    return {"input_ids": row[None], "position_ids": torch.arange(len(row), device=row.device)[None], "use_cache": False}
+
+
+def assert_stopped(run, row):
+    """An assertion on a GPU would end the process."""
+    if not row.is_cuda:
+        with pytest.raises(RuntimeError, match="must come with cu_seq_lens_q beside position_ids"):
+            run()
+
+
 def test_a_capture_counts_no_documents_in_positions(models, device, monkeypatch):
-    """Attention needs no count there, but a state would run on into the next document."""
+    """Attention needs no count there, but a state would run on into the next document. A single one is no pack."""
     model, rows = models["qwen3_5"], documents(device)
+    alone = bring_positions(rows[0])
+    want = model(**alone).logits
     monkeypatch.setattr(packs, "is_captured", lambda t: True)
     with tigon.fuse(model):
         model(**pack(rows))
-        with pytest.raises(ValueError, match="must come with cu_seq_lens_q beside position_ids"):
-            model(**pack(rows, offsets=False))
+        torch.testing.assert_close(model(**alone).logits, want)
+        assert_stopped(lambda: model(**pack(rows, offsets=False)), rows[0])
+
+
+def test_a_compiled_call_may_bring_positions(models, device):
+    model, rows = models["lfm2"], documents(device)
+    alone = bring_positions(rows[0])
+    want = model(**alone).logits
+    with tigon.fuse(model):
+        torch._dynamo.reset()
+        compiled = torch.compile(model.model, backend="aot_eager", fullgraph=True)
+        head = model.get_output_embeddings()
+        torch.testing.assert_close(head(compiled(**alone).last_hidden_state), want)
+        assert_stopped(lambda: compiled(**{**alone, "position_ids": alone["position_ids"] % 4}), rows[0])
 
 
 # ---------------------------------------------------------------------------------------------------- shared prefixes

@@ -80,8 +80,13 @@ def test_adapters_of_peft_on_the_stacks(pair):
     assert_close(fused_gradients, gradients)
     assert any("experts" in name and bool(g.any()) for name, g in gradients.items())
     assert set(peft.get_peft_model_state_dict(adapted)) == names
-    with pytest.raises(ValueError, match="adapters cannot be merged into experts in 4 bits"):
-        copy.deepcopy(adapted).merge_and_unload()
+    twin = copy.deepcopy(adapted)
+    for merge in (twin.merge_and_unload, twin.merge_adapter):
+        with pytest.raises(ValueError, match="adapters cannot be merged into experts in 4 bits"):
+            merge()
+    # Nor into the linear layers.
+    assert not any(getattr(module, "merged", False) for module in twin.modules())
+    assert twin.state_dict().keys() == adapted.state_dict().keys()
     tigon.dequantize_experts(adapted)
     merged, _ = step(adapted.merge_and_unload().requires_grad_(), inputs)
     torch.testing.assert_close(merged.loss, want.loss, rtol=2e-6, atol=0)

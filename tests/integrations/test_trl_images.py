@@ -23,7 +23,7 @@ def rows():
     return datasets.Dataset.from_dict({"images": images, "messages": talks})
 
 
-def run(trainer_class, folder, rows, fused, **options):
+def run(trainer_class, folder, rows, fused, packing=False, **options):
     processor = make_processor()
     args = {**COMMON, "max_steps": 1, **options}
     if trainer_class is SFTTrainer:
@@ -39,7 +39,7 @@ def run(trainer_class, folder, rows, fused, **options):
             make_model(processor.tokenizer), config, train_dataset=rows,
             data_collator=DataCollatorForVisionLanguageModeling(processor),
         )  # fmt: skip
-    fusion = fuse(trainer) if fused else None
+    fusion = fuse(trainer, packing=packing) if fused else None
     trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], weights, fusion
@@ -58,3 +58,14 @@ def test_training_on_images_is_the_same_without_logits(trainer_class, rows, tmp_
     assert "patches of 2 × 2" in text
     built = [row for r in getattr(report, "models", {"": report}).values() for row in getattr(r, "logits_built_by", {})]
     assert not built
+
+
+def test_batches_with_images_run_without_their_padding(rows, tmp_path):
+    plain_losses, plain, _ = run(SFTTrainer, tmp_path / "plain", rows, fused=False)
+    losses, weights, fusion = run(SFTTrainer, tmp_path / "packed", rows, fused=True, packing=True)
+    assert losses == pytest.approx(plain_losses, abs=2e-4)
+    for name, p in plain.items():
+        torch.testing.assert_close(weights[name], p, rtol=1e-3, atol=1e-5)
+    report = fusion.report()
+    assert report.tokens["computed"] == report.tokens["real"] < report.tokens["padded"]
+    assert not report.padded

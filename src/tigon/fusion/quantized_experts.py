@@ -15,6 +15,8 @@ from tigon.fusion.parts.lora_layers import adapts_parameter
 from tigon.fusion.parts.stacks import find_quantized, list_quantized, replace_stack
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
 
+TUNER_CHECK = "_check_merge_allowed"
+
 
 def quantize_experts(
     model: nn.Module, format: Format = "nf4", *, device: torch.device | str | None = None
@@ -54,8 +56,8 @@ def quantize_experts(
         for stack in (formula.gate_up, formula.down):
             _quantize_stack(module, stack, f"{name}.{stack}", formula.by_columns, format, device)
         names.append(name)
-    for wrapper in _list_wrappers(model):
-        wrapper.merge = _refuse_to_merge
+    for module, name in _list_merges(model):
+        setattr(module, name, _refuse_to_merge)
     if not names and not any(map(list_quantized, model.modules())):
         why = f" ({reasons[0]})" if reasons else ""
         raise ValueError(f"quantize_experts: {type(model).__name__} must have stacked experts, and has none{why}.")
@@ -93,14 +95,17 @@ def _quantize_stack(
     replace_stack(module, name, quantized, weight.dtype)
 
 
-def _list_wrappers(model: nn.Module) -> list[Any]:
-    """PEFT's wrappers around 4-bit stacks."""
-    wrappers: list[Any] = [m for m in model.modules() if adapts_parameter(m)]
-    return [m for m in wrappers if find_quantized(m.get_base_layer(), m.parameter_name) is not None]
+def _list_merges(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The methods that merge an adapter into a 4-bit stack: of PEFT's wrappers, and the check of the tuner around them,
+    which comes before any layer is merged."""
+    adapted: list[Any] = [m for m in model.modules() if adapts_parameter(m)]
+    wrappers = [m for m in adapted if find_quantized(m.get_base_layer(), m.parameter_name) is not None]
+    tuners = [m for m in model.modules() if hasattr(type(m), TUNER_CHECK) and not set(wrappers).isdisjoint(m.modules())]
+    return [*((wrapper, "merge") for wrapper in wrappers), *((tuner, TUNER_CHECK) for tuner in tuners)]
 
 
 def _refuse_to_merge(*_: Any, **__: Any) -> NoReturn:
-    """Stand for a wrapper's `merge`, which would add to the dense weight that a read makes, and lose the adapter."""
+    """Stand for `merge`, which would add to the dense weight that a read makes, and lose the adapter."""
     raise ValueError(
         "quantize_experts: adapters cannot be merged into experts in 4 bits: call fusion.remove() and "
         "tigon.dequantize_experts(model) first."
@@ -113,7 +118,7 @@ def dequantize_experts(model: nn.Module) -> list[str]:
     Raises: ValueError for a fused model, and for a stack that other parametrizations change.
     """
     names = []
-    wrappers = _list_wrappers(model)
+    merges = _list_merges(model)
     for name, module in model.named_modules():
         quantized = list_quantized(module)
         if not quantized:
@@ -130,6 +135,6 @@ def dequantize_experts(model: nn.Module) -> list[str]:
         module.__class__ = type(module).__bases__[0]
         module._parameters.update({k: nn.Parameter(w, requires_grad=False) for k, w in dense.items()})
         names.append(name)
-    for wrapper in wrappers:
-        vars(wrapper).pop("merge", None)
+    for module, method in merges:
+        vars(module).pop(method, None)
     return names

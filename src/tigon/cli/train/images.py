@@ -7,7 +7,6 @@ Rows may instead name files, relative to the data's folder, in the column or in 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 from collections.abc import Iterable
 from itertools import islice
@@ -48,7 +47,8 @@ def _may_have_parts(feature: Any) -> bool:
 
 
 def prepare_options(options: TrainOptions, source: Source) -> TrainOptions:
-    """The options for data with images: no packing, and no --max_length by default, which could cut an image.
+    """The options for data with images: batches are packed, never the data set; and no --max_length by default, which
+    could cut an image.
 
     Raises: Problem for options that cannot go with images, and for a model that takes none.
     """
@@ -64,13 +64,14 @@ def prepare_options(options: TrainOptions, source: Source) -> TrainOptions:
         )
     if not source.weights:
         raise Problem(f"{name} has no weights: training with images starts from a trained model")
-    if options.packing == "true":
-        raise Problem("--packing true cannot go with images, whose rows have inputs beside the tokens")
+    if options.packing == "true" and not options.fuse.fuse:
+        raise Problem("--packing true with images needs tigon.fuse and excludes --no_fuse")
     if options.fuse.capture == "on":
         raise Problem("--capture on cannot go with images: a tower reads the images' sizes on the host")
     if "max_length" not in options.given:
         options.trainer.max_length = None
-    return dataclasses.replace(options, packing="false")
+    options.trainer.packing = False
+    return options
 
 
 def load_processor(options: TrainOptions, source: Source) -> Any:

@@ -247,8 +247,9 @@ SHARING = ("dpo", "grpo", "rloo")
 # Tasks whose batches are packed by default.
 PACKING = ("sft", "dpo", "kto", "reward")
 SFT_PACKING = (
-    "true packs the data set into rows of --max_length tokens (--packing_strategy). Without this option each batch "
-    "runs as one packed row, with the same losses, where the model's attention takes packed rows; --no_packing pads."
+    "true packs the data set into rows of --max_length tokens (--packing_strategy), with images each batch. "
+    "Without this option each batch runs as one packed row, with the same losses, where the model's attention takes "
+    "packed rows; --no_packing pads."
 )
 
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.fusion.documents.masks import PackedMask
-from tigon.fusion.shared_prefix.attention import HARMLESS, REGISTRY
+from tigon.fusion.documents.recognize import why_other_eager
+from tigon.fusion.shared_prefix.attention import HARMLESS, REGISTRY, find_eager
 from tigon.kernels import autocast_dtype
 from tigon.ops.prefix_attention.checks import WIDEST
 from tigon.ops.varlen_attention import varlen_attention
@@ -25,16 +26,21 @@ SINKS = "s_aux"  # transformers' name for the logits of attention sinks
 
 
 class Registry:
-    """transformers' attention functions, which also take the mask of a packed batch."""
+    """transformers' attention functions, which also take the mask of a packed batch.
 
-    def __init__(self, registry: Any) -> None:
-        self.registry = registry
+    why_not_eager: why the module's own eager attention cannot; None if it can. A configuration may name eager attention
+        after fusing.
+    """
+
+    def __init__(self, registry: Any, why_not_eager: str | None = None) -> None:
+        self.registry, self.why_not_eager = registry, why_not_eager
 
     def get_interface(self, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(attend, self.registry.get_interface(name, default))
+        function = self.registry.get_interface(name, default)
+        return functools.partial(attend, function, self.why_not_eager if function is default else None)
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(attend, self.registry[name])
+        return functools.partial(attend, self.registry[name], None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registry, name)
@@ -42,21 +48,24 @@ class Registry:
 
 def make_globals(fn: types.FunctionType) -> dict[str, Any]:
     """What the rewritten forward of an attention module sees in place of transformers' registry."""
-    return {REGISTRY: Registry(fn.__globals__[REGISTRY])}
+    return {REGISTRY: Registry(fn.__globals__[REGISTRY], why_other_eager(find_eager(fn)))}
 
 
 def attend(
-    function: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
-    *args: Any, **options: Any,
+    function: Callable[..., Any], why_not: str | None, module: Any, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any = None, *args: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(B, H, T, D) heads → (B, T, H, D), by documents if the mask is a packed batch's, else by the function given."""
+    """(B, H, T, D) heads → (B, T, H, D), by documents if the mask is a packed batch's, else by the function given.
+
+    why_not: why the documents' attention would not be the function's; None if it is.
+    """
     if not isinstance(attention_mask, PackedMask):
         return function(module, query, key, value, attention_mask, *args, **options)  # type: ignore[no-any-return]
     call = attention_mask.call
     autocast = autocast_dtype(query.device.type)
     if autocast is not None and query.dtype != torch.float64:
         query, key, value = (t.to(autocast) for t in (query, key, value))  # rotated heads may be wider than values
-    why = _why_dense(module, query, key, value, call.documents.shape, options)
+    why = why_not or _why_dense(module, query, key, value, call.documents.shape, options)
     if why:
         mask = attention_mask.build(why)
         mask = mask.to(query.device) if isinstance(mask, Tensor) else mask

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tigon.fusion.documents.masks import makes_masks
-from tigon.fusion.documents.recognize import attends, list_inside, list_parameters
+from tigon.fusion.documents.recognize import attends, list_inside, list_parameters, takes_offsets
 from tigon.fusion.recurrence.mixer import keeps_apart
 from tigon.fusion.shared_prefix.recognize import CAPACITY, MIXERS, OWN_POSITIONS
 
@@ -42,8 +42,8 @@ def find_leaks(model: nn.Module) -> list[str]:
             found.append(decoder)
             continue
         mixing = [_find_owner(decoder, m) for m in list_inside(decoder) if _mixes_tokens(m)]
-        # A layer hands its arguments on to the mixer inside.
-        mixing = [m for m in mixing if not any(keeps_apart(inner) for inner in m.modules())]
+        if takes_offsets(type(decoder).forward):  # a layer hands its arguments on to the mixer inside
+            mixing = [m for m in mixing if not any(keeps_apart(inner) for inner in m.modules())]
         mixing += [m for m in decoder.modules() if hasattr(type(m), OWN_POSITIONS)]
         # Layers take the arguments of what they hold, and are found as well.
         held = {*mixing, *(m for m in decoder.modules() if attends(m))}

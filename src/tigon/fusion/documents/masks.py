@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from tigon.fusion.documents.packs import Documents, find_tokens, read_documents, read_rows
+from tigon.fusion.documents.packs import CACHES, Documents, find_cache, find_tokens, read_documents, read_rows
 from tigon.fusion.engine.bytecode import list_names
 from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.engine.rewrite import rewrite_forward
 from tigon.fusion.logits.deferred import Deferred
 from tigon.fusion.shared_prefix.attention import Shared
 from tigon.kernels import use_triton
@@ -31,9 +33,12 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", CHUNKED, OU
 # Attention that takes a dense mask. Flash attention reads packed batches itself.
 DENSE = (None, "eager", "sdpa", "flex_attention")
 # Arguments that change which keys a token sees.
-CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
-
-CACHES = ("past_key_values", "cache")  # the argument's name in transformers before 5.24, and since
+FUNCTIONS = ("or_mask_function", "and_mask_function")
+NO_OFFSETS = (
+    "fuse: a compiled or captured packed batch of a model with recurrences must come with cu_seq_lens_q beside "
+    "position_ids that restart."
+)
+CHANGES = (*FUNCTIONS, "block_sequence_ids")
 
 
 class PackedMask(Deferred):
@@ -90,24 +95,24 @@ class PackedForward:
             documents = self._read_rows(module.config, arguments)
         outer, _running.call = _running.call, None
         try:
+            if isinstance(documents, Documents) and documents.offsets is None and self.has_state:
+                # A capture and a compiler cannot count documents; that there is only one they can check.
+                torch._assert_async(documents.are_rows_whole(), NO_OFFSETS)
+                return run(*args, **kwargs)
             if isinstance(documents, Documents):
                 _running.call = PackedCall(documents, self, ledger)
-                if arguments.get("output_attentions", getattr(module.config, "output_attentions", None)):
+                shown = arguments.get("output_attentions")
+                if getattr(module.config, "output_attentions", None) if shown is None else shown:
                     _running.call.build("attention weights were asked for")
                 if documents.are_rows:
                     return self.forward(module, **arguments)
                 arguments["attention_mask"] = None
                 if arguments.get("position_ids") is None:
                     arguments["position_ids"] = documents.get_positions()
-                if self.has_state and documents.offsets is None:
-                    raise ValueError(
-                        "fuse: a compiled or captured call of a model with recurrences must come with cu_seq_lens_q "
-                        "beside position_ids, or unpacked without position_ids."
-                    )
                 if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
                     arguments["cu_seq_lens_q"] = documents.offsets
-                    if arguments.get("past_key_values") is None:
+                    if find_cache(arguments) is None:
                         arguments["use_cache"] = False
                 if documents.offsets is not None and not torch.compiler.is_compiling():
                     self._warn_of_leaks(module)
@@ -166,6 +171,17 @@ _running = _Running()
 
 def make_globals(fn: types.FunctionType) -> dict[str, Any]:
     """The functions that the rewritten forward of a decoder sees."""
+    helpers = {name: rewrite_forward(helper, _make_makers) for name, helper in list_helpers(fn).items()}
+    return {name: made for name, made in helpers.items() if not isinstance(made, Reason)} | _make_makers(fn)
+
+
+def list_helpers(fn: types.FunctionType) -> dict[str, Any]:
+    """The functions in a forward's own file that make masks for it, such as those of images read in both directions."""
+    named = {name: fn.__globals__.get(name) for name in list_names(fn.__code__)}
+    return {n: f for n, f in named.items() if getattr(f, "__module__", "") == fn.__module__ and makes_masks(f)}
+
+
+def _make_makers(fn: types.FunctionType) -> dict[str, Any]:
     return {name: _make_maker(fn.__globals__[name], name) for name in _list_makers(fn)}
 
 
@@ -219,6 +235,12 @@ def _make_maker(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             # Beside a mask or a cache, which is empty, transformers would not look for documents.
             kept = {name: value for name, value in given.items() if name not in CACHES}
             changes = {"position_ids": call.documents.get_positions(), cache: None, "attention_mask": None}
+            if name != CHUNKED and any(given.get(function) is not None for function in FUNCTIONS):
+                from transformers.masking_utils import and_masks, packed_sequence_mask_function
+
+                # transformers would hand these functions positions in a document for places in a row.
+                bounds = [packed_sequence_mask_function(call.documents.get_numbers()), given.get("and_mask_function")]
+                changes |= {"position_ids": None, "and_mask_function": and_masks(*filter(None, bounds))}
             return original(**{**kept, **changes, **({"allow_is_causal_skip": False} if has_skip else {})})
 
         is_changed = any(given.get(change) is not None for change in CHANGES)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.fusion.engine.patch import is_functorch_active
@@ -13,7 +14,8 @@ from tigon.kernels.graph_capture import is_captured
 
 # Arguments of calls that are not packed: a decoder's beside an encoder, continuous batching's, where offsets count the
 # tokens of running requests, and a `tigon.SharedPrefixBatch`'s.
-ELSEWHERE = ("encoder_hidden_states", "cache", "block_table", "shared_prefix")
+ELSEWHERE = ("encoder_hidden_states", "block_table", "shared_prefix")
+CACHES = ("past_key_values", "cache")  # the argument's name in transformers before 5.24, and since
 
 
 class Documents:
@@ -45,9 +47,21 @@ class Documents:
         if self.offsets is None:
             assert self._positions is not None
             return self._positions.expand(rows, -1)
-        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device)
-        document = torch.searchsorted(self.offsets, token, right=True) - 1
-        return (token - self.offsets[document]).long().view(rows, tokens)
+        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device).view(rows, tokens)
+        return (token - self.offsets[self.get_numbers()]).long()
+
+    def are_rows_whole(self) -> Tensor:
+        """Whether each row is a single document, by its positions; a boolean on the device."""
+        return (self.get_positions().diff(dim=-1) == 1).all()
+
+    def get_numbers(self) -> Tensor:
+        """The number of each token's document, (rows, tokens); without offsets counted in each row."""
+        rows, tokens = self.shape
+        if self.offsets is None:
+            begins = self.get_positions().diff(dim=-1) != 1
+            return F.pad(begins.cumsum(-1), (1, 0))
+        token = torch.arange(rows * tokens, dtype=torch.int32, device=self.offsets.device).view(rows, tokens)
+        return torch.searchsorted(self.offsets, token, right=True) - 1
 
 
 def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
@@ -65,9 +79,10 @@ def read_documents(call: Mapping[str, Any]) -> Documents | str | None:
     shape = x.shape[0], x.shape[1]
     if offsets is None and (mask is not None or not isinstance(positions, Tensor)):
         return None
-    if any(call.get(name) is not None for name in ELSEWHERE):
+    cache = find_cache(call)
+    if _is_elsewhere(call, cache):
         return None
-    if not _is_empty(call.get("past_key_values")):
+    if not _is_empty(cache):
         return None if offsets is None else "a cache was passed"
     if offsets is None:
         return _read_positions(positions, shape)
@@ -102,7 +117,8 @@ def read_rows(call: Mapping[str, Any], *, padded: bool) -> Documents | None:
     x, mask = find_tokens(call), call.get("attention_mask")
     if x is None or torch.compiler.is_compiling() or is_functorch_active():
         return None
-    if not _is_empty(call.get("past_key_values")) or any(call.get(name) is not None for name in ELSEWHERE):
+    cache = find_cache(call)
+    if _is_elsewhere(call, cache) or not _is_empty(cache):
         return None
     rows, tokens = x.shape[0], x.shape[1]
     starts = torch.arange(rows + 1, dtype=torch.int32, device=x.device) * tokens
@@ -128,6 +144,17 @@ def find_tokens(call: Mapping[str, Any]) -> Tensor | None:
     """The tokens or embeddings in a decoder's call, (rows, tokens, …); None if there are none that can be computed."""
     x = next((t for t in (call.get("input_ids"), call.get("inputs_embeds")) if isinstance(t, Tensor)), None)
     return None if x is None or x.is_meta or x.dim() < 2 else x
+
+
+def find_cache(call: Mapping[str, Any]) -> Any:
+    """The cache in a forward's arguments; None if there is none."""
+    return next((call[name] for name in CACHES if call.get(name) is not None), None)
+
+
+def _is_elsewhere(call: Mapping[str, Any], cache: Any) -> bool:
+    # Continuous batching's cache of pages has no length.
+    is_paged = cache is not None and not hasattr(cache, "get_seq_length")
+    return is_paged or any(call.get(name) is not None for name in ELSEWHERE)
 
 
 def _is_empty(cache: Any) -> bool:

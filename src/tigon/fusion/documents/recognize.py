@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from tigon.fusion.engine.bytecode import list_names
-from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.shared_prefix.attention import find_registry
 
 # What attention calls, and a recurrence does not.
@@ -37,9 +36,8 @@ def list_inside(decoder: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(m for layers in lists or [decoder] for m in layers.modules() if m is not decoder))
 
 
-def why_other_eager(kind: type) -> Reason | None:
-    """Why a class's own eager attention may be another than `tigon.varlen_attention`; None if nothing says so."""
-    eager = find_registry(kind)[1]
+def why_other_eager(eager: Any) -> str | None:
+    """Why a file's own eager attention may be another than `tigon.varlen_attention`; None if nothing says so."""
     if not inspect.isfunction(eager):
         return None
     module, *others = inspect.signature(eager).parameters.values()
@@ -50,8 +48,7 @@ def why_other_eager(kind: type) -> Reason | None:
             found.append(f"{module.name}.{i.argval}")
         loaded = i.argval if i.opname.startswith("LOAD_FAST") else None
         loaded = loaded[-1] if isinstance(loaded, tuple) else loaded  # two since Python 3.13
-    text = f"eager attention takes {', '.join(dict.fromkeys(found))}, so packed batches have a dense mask"
-    return Reason(text) if found else None
+    return f"eager attention takes {', '.join(dict.fromkeys(found))}" if found else None
 
 
 def reads_type_of_mask(forward: Any) -> bool:
@@ -60,6 +57,12 @@ def reads_type_of_mask(forward: Any) -> bool:
     after = [loads[at + 1 : at + 2] for at, name in enumerate(loads) if name == "isinstance"]
     # Since Python 3.13 an instruction may load two variables.
     return any("attention_mask" in (name if isinstance(name, tuple) else (name,)) for names in after for name in names)
+
+
+def takes_offsets(forward: Any) -> bool:
+    """Whether a decoder's forward takes where documents begin, and so can hand this on to its layers."""
+    code = inspect.unwrap(forward).__code__
+    return bool(code.co_flags & inspect.CO_VARKEYWORDS) or "cu_seq_lens_q" in code.co_varnames[: code.co_argcount]
 
 
 def attends(module: nn.Module) -> bool:

@@ -32,7 +32,7 @@ class DocumentsPart(Part):
         # Imported only here, and only for models of transformers.
         from tigon.fusion.documents.leaks import find_leaks
         from tigon.fusion.documents.masks import DENSE, PackedForward, get_implementation, make_globals, makes_masks
-        from tigon.fusion.documents.recognize import list_attention
+        from tigon.fusion.documents.recognize import list_attention, takes_offsets
         from tigon.fusion.recurrence.mixer import keeps_apart
 
         decoders = [m for m in site.modules() if makes_masks(type(m).forward)]
@@ -58,7 +58,7 @@ class DocumentsPart(Part):
             names = tuple(dict.fromkeys(keys))
             site.packed[decoder] = PackedForward(
                 rewritten, names, all_read, find_leaks, any(m in site.packed for m in inside),
-                any(keeps_apart(m) for m in decoder.modules()),
+                takes_offsets(rewritten) and any(keeps_apart(m) for m in decoder.modules()),
             )  # fmt: skip
 
     def _fuse_attention(self, site: Site, layer: Any) -> bool:
@@ -66,7 +66,7 @@ class DocumentsPart(Part):
         from tigon.fusion.documents import attention
         from tigon.fusion.documents.masks import get_implementation
         from tigon.fusion.documents.recognize import reads_type_of_mask, why_other_eager
-        from tigon.fusion.shared_prefix.attention import REGISTRY
+        from tigon.fusion.shared_prefix.attention import REGISTRY, find_registry
 
         patch = site.find_patch(layer)
         forward = type(layer).forward if patch is None else vars(layer)["forward"].__func__
@@ -77,7 +77,8 @@ class DocumentsPart(Part):
         elif reason is None and reads_type_of_mask(forward):
             reason = READS_TYPE
         is_eager = get_implementation(layer.config) in (None, "eager")
-        reason = why_other_eager(type(layer)) if reason is None and is_eager else reason
+        other = why_other_eager(find_registry(type(layer))[1]) if reason is None and is_eager else None
+        reason = Reason(f"{other}, so packed batches have a dense mask") if other else reason
         made = site.get_rewritten(forward, self.kind, attention.make_globals) if reason is None else reason
         if isinstance(made, Reason):
             site.record_skipped(self, layer, made)

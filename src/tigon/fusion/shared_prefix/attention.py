@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.fusion.documents.packs import find_cache
 from tigon.fusion.engine.ledger import Ledger
 from tigon.kernels import autocast_dtype
 from tigon.ops.prefix_attention import PrefixLayout, prefix_attention
@@ -145,7 +146,7 @@ def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, A
     mask = kwargs.get("attention_mask")
     if len(args) > 1 or (mask is not None and not isinstance(mask, LayoutAsMask)):
         raise ValueError("shared_prefix: attention_mask must be left out: the layout decides what each token reads.")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or find_cache(kwargs) is not None:
         raise ValueError("shared_prefix: use_cache must be False, and no cache passed: a cache holds one continuation.")
     if kwargs.get("output_attentions"):
         raise ValueError(
@@ -293,11 +294,15 @@ class _Before:
 def find_registry(kind: type) -> tuple[Any, Any]:
     """The registry that a class's forward asks, and that module's eager attention; (None, None) if none."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    if REGISTRY not in names:
+    if REGISTRY not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None, None
-    eager = [forward.__globals__.get(name) for name in names if name.startswith("eager")]
-    return forward.__globals__.get(REGISTRY), eager[0] if eager else None
+    return forward.__globals__.get(REGISTRY), find_eager(forward)
+
+
+def find_eager(forward: Any) -> Any:
+    """The eager attention that a forward names, None if none."""
+    names = (name for name in forward.__code__.co_names if name.startswith("eager"))
+    return next((forward.__globals__.get(name) for name in names), None)
 
 
 def _previous(config: Any) -> str | None:

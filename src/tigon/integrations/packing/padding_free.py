@@ -15,13 +15,15 @@ import inspect
 import itertools
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tigon.fusion.documents.leaks import find_leaks
+from tigon.fusion.documents.masks import list_helpers
+from tigon.fusion.documents.packs import find_cache
 from tigon.fusion.engine.model import Fusion
 from tigon.fusion.engine.report import Report
 from tigon.fusion.logits.split import is_split
@@ -32,6 +34,14 @@ LEAST_PADDING = 0.05  # "auto" runs batches with less padding as they are
 IDS = ("input_ids", "inputs_embeds")
 # Arguments of a backbone, besides the ids and their mask, that a packed row leaves right; the rest must be unset.
 PASSED_ON = {"output_router_logits", "return_dict", "num_items_in_batch"}
+# Arguments with a value for each token, which are packed with the tokens.
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "labels")
+# Images and videos of all rows, in the order of their tokens, which packing does not change.
+IMAGES = {
+    "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes",
+    "second_per_grid_ts", "image_position_ids", "video_position_ids",
+}  # fmt: skip
+MROPE = "compute_3d_position_ids"  # a backbone's own positions of images, in three rows
 DOCUMENTS = "documents"  # the part of tigon.fuse whose attention takes packed rows
 PACKED = ("cu_seq_lens_q", "shared_prefix")  # arguments of a batch that is packed already
 PROBE = 8  # tokens of a sample
@@ -64,7 +74,8 @@ class PaddingFree:
             raise ValueError(reason)
         assert backbone is not None  # why_not_packed looked
         self.backbone, self.packing, self.tokens, self.padded = backbone, packing, tokens, padded
-        self.active = True
+        self.context, self.active = context, True
+        self._why_images: str | None = None  # known after the first batch with images
         self._names = list(inspect.signature(type(backbone).forward).parameters)[1:]
         self.own: Callable[..., Any] = backbone.forward
         self._before = vars(backbone).get("forward")
@@ -99,8 +110,8 @@ class PaddingFree:
             return self.own(*args, **kwargs)
         mask, cache = given.get("attention_mask"), given.get("use_cache")
         if cache is None:
-            cache = not self.backbone.training and getattr(self.backbone.config, "use_cache", False)
-        if ids is None or mask is None or cache or given.get("past_key_values") is not None:
+            cache = not self.backbone.training and getattr(self._config, "use_cache", False)
+        if ids is None or mask is None or cache or find_cache(given) is not None:
             return self.own(*args, **kwargs)  # no padding, or generation
         if is_captured(ids):
             return self.own(*args, **kwargs)  # a capture cannot wait for the mask
@@ -123,18 +134,26 @@ class PaddingFree:
             self.padded["a sample has a gap, or begins at the column behind the last of the sample before"] += 1
             self.tokens["computed"] += keep.numel()
             return self.own(*args, **kwargs)
+        place = torch.stack([rows * keep.shape[1] + columns, columns]).to(ids.device, non_blocking=True)
+        packed = self._pack(given, ids, keep, place)
+        if not IMAGES.isdisjoint(given):
+            if self._why_images is None:
+                self._why_images = self._probe_images(given, packed, keep, place)
+            if self._why_images:
+                self.padded[self._why_images] += 1
+                self.tokens["computed"] += keep.numel()
+                return self.own(*args, **kwargs)
         self.tokens["computed"] += real
-        return self._run_packed(given, ids, keep, torch.stack([rows * keep.shape[1] + columns, columns]))
+        return self._run_packed(packed, keep, place)
 
     def _why_not(self, given: dict[str, Any], ids: Tensor, mask: Any) -> str:
-        further = sorted(
-            k for k, v in given.items() if k not in {*IDS, "attention_mask", *PASSED_ON} and v is not False
-        )
-        config = self.backbone.config
+        known = {*IDS, "attention_mask", *PASSED_ON, *PER_TOKEN, *IMAGES}
+        further = sorted(k for k, v in given.items() if k not in known and v is not False)
+        config = self._config
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != ids.shape[:2]:
             return "the attention_mask is not a mask of tokens"
         if further:
-            return f"inputs other than the ids and their mask: {', '.join(further)}"
+            return f"inputs other than the ids, images and their masks: {', '.join(further)}"
         if given.get("return_dict") is False or not getattr(config, "return_dict", True):
             return "the model returns a tuple"
         if any(getattr(config, name, False) for name in ("output_attentions", "output_hidden_states")):
@@ -143,19 +162,35 @@ class PaddingFree:
             return "attention has dropout"
         return ""
 
-    def _run_packed(self, given: dict[str, Any], ids: Tensor, keep: Tensor, place: Tensor) -> Any:
-        """The backbone's outputs for the kept tokens, in the layout of the padded rows.
+    @property
+    def _config(self) -> Any:
+        config: Any = self.backbone.config
+        return config.get_text_config()
+
+    def _pack(self, given: dict[str, Any], ids: Tensor, keep: Tensor, place: Tensor) -> dict[str, Any]:
+        """The backbone's arguments for the kept tokens in one row.
 
         place: (2, N), the kept tokens' places in the flattened rows, and their columns.
         """
-        B, T = keep.shape
-        place = place.to(ids.device, non_blocking=True)
-        packed = {k: v for k, v in given.items() if k in PASSED_ON}
-        for name in IDS:
+        packed = {name: value for name, value in given.items() if name in PASSED_ON or name in IMAGES}
+        for name in (*IDS, *PER_TOKEN):
             if name in given:
                 packed[name] = given[name].flatten(0, 1)[place[0]].unsqueeze(0)
-        lengths = [n for n in keep.sum(1).tolist() if n]
-        outputs = self.own(**packed, **describe_pack(lengths, ids.device), position_ids=place[1:], use_cache=False)
+        positions = place[1:]
+        if IMAGES.isdisjoint(given):
+            packed |= describe_pack([n for n in keep.sum(1).tolist() if n], ids.device)
+        elif hasattr(self.backbone, MROPE):  # without offsets, which towers would take for their own
+            compute = getattr(self.backbone, MROPE)
+            names = inspect.signature(compute).parameters
+            images = compute(**{name: given.get(name) for name in names if name != "inputs_embeds"}, inputs_embeds=None)
+            if images is not None:  # in four rows: the columns tell where samples begin
+                positions = torch.cat([positions, images.flatten(1)[:, place[0]]]).unsqueeze(1)
+        return {**packed, "position_ids": positions, "use_cache": False}
+
+    def _run_packed(self, packed: dict[str, Any], keep: Tensor, place: Tensor) -> Any:
+        """The backbone's outputs for the kept tokens, in the layout of the padded rows."""
+        B, T = keep.shape
+        outputs = self.own(**packed)
 
         def unpack(rows: Tensor) -> Tensor:
             return rows.new_zeros(B * T, rows.shape[-1]).index_copy(0, place[0], rows)
@@ -164,6 +199,26 @@ class PaddingFree:
         if getattr(outputs, "router_logits", None) is not None:  # (N, experts) a layer
             outputs.router_logits = tuple(unpack(rows) for rows in outputs.router_logits)
         return outputs
+
+    def _probe_images(self, given: dict[str, Any], packed: dict[str, Any], keep: Tensor, place: Tensor) -> str:
+        """Why packed rows with images are wrong; empty if they are right, by the numbers of a batch.
+
+        Sharded weights are not probed: other processes, whose batches have no images, would not take part.
+        """
+        if is_sharded(self.backbone):
+            return ""
+
+        def compare() -> str:
+            padded = self.own(**{**given, "use_cache": False}).last_hidden_state.flatten(0, 1)[place[0]]
+            rows = self.own(**packed).last_hidden_state[0]
+            is_exact = rows.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(rows.device.type)
+            least = LEAST_CHANGE if is_exact else 10 * LEAST_CHANGE
+            lengths = keep.sum(1).tolist()
+            samples = zip(rows.float().split(lengths), padded.float().split(lengths), strict=True)
+            is_same = all(bool((row - alone).norm() <= least * alone.norm()) for row, alone in samples)
+            return "" if is_same else "a sample with images in a packed row is not what it is alone"
+
+        return _probe(self.backbone, self.context, compare)
 
     def _count_packed(self, ids: Tensor, given: dict[str, Any]) -> None:
         """Count the tokens of a row that came packed, and those of its samples padded to the longest."""
@@ -192,9 +247,14 @@ def drop_padding(
     reason = why_dense(fusion.report(), model) if packing == "auto" else ""
     if reason:
         return reason
+
+    @contextlib.contextmanager
+    def probing() -> Iterator[None]:
+        with fusion._ledger.leave_uncounted(), context():
+            yield
+
     try:
-        with fusion._ledger.leave_uncounted():  # the probe's calls
-            return PaddingFree(model, packing, tokens, padded, context)
+        return PaddingFree(model, packing, tokens, padded, probing)
     except ValueError as error:
         return str(error)
 
@@ -214,7 +274,7 @@ def why_not_packed(model: nn.Module) -> str:
     if config is None:
         return f"{type(model).__name__} has no decoder that Tigon knows"
     # Under FSDP1 a call of an inner module makes that module the root, and the model's own forward fails since.
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+    if _has_fsdp1(model):
         return SHARDED
     peft = getattr(model, "peft_config", None)
     if isinstance(peft, dict) and any(getattr(c, "is_prompt_learning", False) for c in peft.values()):
@@ -223,8 +283,8 @@ def why_not_packed(model: nn.Module) -> str:
     if leaks:
         more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
         return f"{leaks[0]}{more} would mix the samples of a packed row"
-    if config.get_text_config() is not config:
-        return "positions of images or sound are not those of a row's columns"
+    if hasattr(backbone, "get_rope_index") and not hasattr(backbone, MROPE):
+        return f"{type(backbone).__name__} computes positions of images inside its forward"
     parameters = inspect.signature(type(backbone).forward).parameters
     if "position_ids" not in parameters or parameters.keys().isdisjoint(IDS):
         return f"{type(backbone).__name__} takes no position_ids"
@@ -233,19 +293,17 @@ def why_not_packed(model: nn.Module) -> str:
     return ""
 
 
-@torch.no_grad()
 def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
     """Why packed rows are wrong in a backbone; empty if they are right, by the numbers of two samples of a few tokens.
 
     The second sample must not change with the first one's tokens, and must be what it is alone. Static checks would not
     do: transformers' gpt-oss, for one, builds masks without the positions, and mixes the samples.
     """
-    if any(p.is_meta or is_split(p) or hasattr(p, "ds_id") for p in backbone.parameters()):
+    if is_sharded(backbone):
         return SHARDED
     table = backbone.get_input_embeddings().weight
     ids = torch.arange(3 * PROBE, device=table.device) % table.shape[0]
     one, other, second = ids.split(PROBE)
-    mode = [(module, module.training) for module in backbone.modules()]
 
     def run(*samples: Tensor) -> Tensor:
         positions = torch.arange(PROBE, device=table.device).repeat(len(samples))
@@ -254,10 +312,26 @@ def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
         rows: Tensor = outputs.last_hidden_state[0, -PROBE:]
         return rows.float()
 
+    def compare() -> str:
+        after_one, after_other, alone = run(one, second), run(other, second), run(second)
+        size = alone.norm()
+        if not (after_one - after_other).norm() <= LEAST_CHANGE * size:
+            return "its attention reads the samples before in a packed row"
+        if not (after_one - alone).norm() <= 10 * LEAST_CHANGE * size:
+            return "a sample in a packed row is not what it is alone"
+        return ""
+
+    return _probe(backbone, context, compare)
+
+
+@torch.no_grad()
+def _probe(backbone: nn.Module, context: Callable[[], Any], compare: Callable[[], str]) -> str:
+    """The reason that a comparison of calls gives, or the error that the calls raise."""
+    mode = [(module, module.training) for module in backbone.modules()]
     try:
         backbone.eval()
         with context():
-            after_one, after_other, alone = run(one, second), run(other, second), run(second)
+            return compare()
     except torch.OutOfMemoryError:
         raise  # no property of packed rows
     except Exception as error:
@@ -265,19 +339,28 @@ def probe_packing(backbone: Any, context: Callable[[], Any]) -> str:
     finally:
         for module, training in mode:
             module.training = training
-    size = alone.norm()
-    if not (after_one - after_other).norm() <= LEAST_CHANGE * size:
-        return "its attention reads the samples before in a packed row"
-    if not (after_one - alone).norm() <= 10 * LEAST_CHANGE * size:
-        return "a sample in a packed row is not what it is alone"
-    return ""
+        torch.clear_autocast_cache()  # torch may keep weights that were cast without a gradient
+
+
+def is_sharded(backbone: nn.Module) -> bool:
+    """Whether processes share the backbone's weights, or none has them yet."""
+    shared = any(p.is_meta or is_split(p) or hasattr(p, "ds_id") for p in backbone.parameters())
+    return shared or _has_fsdp1(backbone)
+
+
+def _has_fsdp1(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
 
 
 def why_dense(report: Report, model: nn.Module) -> str:
     """Why a packed row would cost a dense mask, T × T; empty where the model's attention takes the samples' offsets."""
+    backbone: Any = find_backbone(model)
+    has_images = backbone is not None and backbone.config.get_text_config() is not backbone.config
+    if has_images and list_helpers(inspect.unwrap(type(backbone).forward)):  # type: ignore[arg-type]
+        return "its images are read in both directions, by a dense mask; packing=True packs nevertheless"
     if any(row.kind == DOCUMENTS and row.fused for row in report.rows):
         return ""
-    name = str(getattr(getattr(find_backbone(model), "config", None), "_attn_implementation", None))
+    name = str(getattr(getattr(backbone, "config", None), "_attn_implementation", None))
     if "flash" in name:
         return ""
     return f"{name} attention would build a dense mask for a packed row; packing=True packs nevertheless"
