@@ -76,7 +76,9 @@ def choose_tile(kind: str, q: Tensor, v: Tensor, walks: int | None = None) -> tu
         stages -= 1
     blocks = {"CHUNK": chunk, "BLOCK_K": block}
     if values:
-        blocks["BLOCK_V"] = min(values, max(16, next_power_of_2(v.shape[-1])))
+        # The gradients take V in two steps at least: in a single one, all loads at once, registers spill.
+        whole = next_power_of_2(v.shape[-1]) // (2 if kind in ("queries", "keys") else 1)
+        blocks["BLOCK_V"] = min(values, max(16, whole))
     return blocks, {"num_warps": warps, "num_stages": stages}
 
 
