@@ -47,9 +47,11 @@ def test_a_page_has_memory_parts_and_measured_steps(tmp_path, monkeypatch):
     step = {
         "model": "qwen3-30b-a3b", "rank": 16, "quantized": "", "side": "tigon", "batch": 4, "seq": 2048, "layers": 12,
         "status": "ok", "peak_gib": 20.0, "tokens_per_s": 30000.0, "reason": "", "error": None,
+        "note": "",
     }  # fmt: skip
+    environment = {"device": "H200", "packages": {"triton": "3.6.0"}}
     rows = [{**step, "measure": "speed"}, {**step, "measure": "gradients", "error": 0.012}]
-    (tmp_path / "h200-models-2026.json").write_text(json.dumps({"environment": {"device": "H200"}, "rows": rows}))
+    (tmp_path / "h200-models-2026.json").write_text(json.dumps({"environment": environment, "rows": rows}))
     text = tables.on_page_markdown("<!-- family: qwen3-30b-a3b -->")
-    assert "| H200 | LoRA, 4 × 2,048, 12 layers | tigon | 30,000 | 20.0 | 1.2e-02 |" in text
+    assert "| H200, Triton 3.6.0 | LoRA, 4 × 2,048, 12 layers | tigon | 30,000 | 20.0 | 1.2e-02 |" in text
     assert memory.page("llama-4-scout") == "No estimate has been recorded yet."
