@@ -116,7 +116,7 @@ def recognition(recognize: Callable[..., Any]) -> Callable[..., Any]:
         if formula is None or isinstance(formula, Reason):
             return formula
         act = getattr(formula, "act_module", None)
-        for owner in (module, *(() if act is None else (getattr(module, act),))):
+        for owner in (module, *(() if act is None else getattr(module, act).modules())):
             code = analyze_forward(owner)
             reason = code if isinstance(code, Reason) else code.reason
             if reason is None and getattr(code, "asks_rank", False) and not hasattr(formula, "ranks"):
