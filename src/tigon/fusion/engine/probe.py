@@ -121,6 +121,8 @@ def recognition(recognize: Callable[..., Any]) -> Callable[..., Any]:
             reason = code if isinstance(code, Reason) else code.reason
             if reason is None and getattr(code, "asks_rank", False) and not hasattr(formula, "ranks"):
                 reason = Reason("its forward depends on how many dimensions its input has")
+            if reason is None and getattr(code, "asks_device", False) and not hasattr(formula, "devices"):
+                reason = Reason("its forward depends on whether its input is on a GPU")
             if reason is not None:
                 return reason
         return formula
