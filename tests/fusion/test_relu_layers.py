@@ -159,6 +159,14 @@ def test_autocast_checkpoints_and_copies(triton_backend, device):
     assert torch.autograd.grad(y.float().sum(), x)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("make", [Statements, Expression, make_sequence])
+def test_under_compile(make, device):
+    model, x = make(0.3).to(device).eval(), draw(device, 2, 7)
+    plain = model(x)
+    with tigon.fuse(model):
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), plain)
+
+
 def test_frozen_weights_keep_no_input(triton_backend, device):
     model, x = Statements().to(device).requires_grad_(False), draw(device, 2, 7)
     tigon.fuse(model)

@@ -9,7 +9,8 @@ from torch import nn
 
 import tigon
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.parts.xielu import recognize_xielu
+from tigon.fusion.parts.activation import recognize_activation
+from tigon.fusion.parts.xielu import Xielu, recognize_xielu
 from tigon.ops.xielu import xielu, xielu_reference
 
 
@@ -51,10 +52,18 @@ def test_code_that_differs_on_a_gpu_is_refused():
         return self.plain(x) if not x.is_cuda else self.plain(x) * 2
 
     kind = type("Doubled", (Own,), {"plain": Own.forward, "forward": forward})
-    assert not isinstance(recognize_xielu(kind()), type(recognize_xielu(Own())))
+    assert not isinstance(recognize_xielu(kind()), Xielu)
     module = Own()
     module.other = torch.tanh
     assert recognize_xielu(module) is None
+
+
+def test_a_formula_that_was_not_probed_for_a_gpu_is_refused():
+    def forward(self, x):
+        return x.tanh() if x.is_cuda else F.relu(x).square()
+
+    found = recognize_activation(type("Squared", (nn.Module,), {"forward": forward})())
+    assert found == Reason("its forward depends on whether its input is on a GPU")
 
 
 def test_an_mlp_with_xielu(device):
