@@ -21,6 +21,27 @@ from tigon.fusion.parts.experts import Experts, recognize_experts
 E, D, INNER = 4, 16, 24
 
 
+class Softcap(nn.Module):
+    def __init__(self, bound):
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, x):
+        return torch.tanh(x / self.bound) * self.bound
+
+
+class Softcaps(nn.Module):
+    def __init__(self, variant):
+        super().__init__()
+        self.of_silu = variant == "softcaps of silu"
+        self.one, self.other = Softcap(1.5), Softcap(2.5)
+
+    def forward(self, gate, up):
+        if self.of_silu:
+            return self.one(F.silu(gate)) * self.other(up)
+        return self.one(gate) * torch.sigmoid(gate) * self.other(up)
+
+
 class Stacked(nn.Module):
     """Stacked experts that no name gives away; the variants are near misses, and other ways to the same."""
 
@@ -36,6 +57,8 @@ class Stacked(nn.Module):
             if bias:
                 setattr(self, f"{name}_bias", nn.Parameter(torch.randn(n, rows)))
         self.bias = bias
+        if variant.startswith("softcaps"):
+            self.act = Softcaps(variant)
 
     def linear(self, name, x, e):
         w, bias = getattr(self, name)[e], getattr(self, f"{name}_bias")[e] if self.bias else 0.0
@@ -52,6 +75,9 @@ class Stacked(nn.Module):
             gate, up = gate.clamp(max=self.bound), up.clamp(max=self.bound)
         if v == "gpt-oss":
             return (up + 1) * gate * torch.sigmoid(gate * self.slope)
+        if v in ("softcaps", "softcaps of silu"):
+            gate, up = gate.float(), up.float()
+            return self.act(gate, up).to(z.dtype)
         if v == "up first":
             return F.silu(up) * gate
         if v == "scaled":
@@ -81,6 +107,7 @@ FOUND = {
     "limit": {"limit": "bound"},
     "gpt-oss": {"interleaved": True, "limit": "bound", "alpha": "slope", "up_offset": 1.0},
     "no gate": {"act": "relu2", "gated": False},
+    "softcaps": {"softcaps": ("act.one.bound", "act.other.bound")},
 }
 
 
@@ -93,13 +120,16 @@ def test_a_formula_is_found_by_its_numbers(variant, by_columns, bias):
     found = recognize_experts(module)
     assert isinstance(found, Experts)
     expected = {"act": "silu", "gated": True, "interleaved": False, "limit": None, "alpha": None, "up_offset": 0.0}
+    expected["softcaps"] = ()
     assert {k: getattr(found, k) for k in expected} == expected | FOUND[variant]
     assert (found.gate_up, found.down, found.by_columns) == ("first", "second", by_columns)
     assert found.gate_up_bias == ("first_bias" if bias else None)
     assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
 
 
-@pytest.mark.parametrize("variant", ["limit of one side", "up first", "tanh", "weighted before", "in fp32"])
+@pytest.mark.parametrize(
+    "variant", ["limit of one side", "up first", "tanh", "weighted before", "in fp32", "softcaps of silu"]
+)
 def test_a_near_miss_is_refused(variant):
     """The last computes the same, and rounds less than Tigon would."""
     assert recognize_experts(Stacked(variant)) is None
@@ -119,6 +149,24 @@ def test_an_attribute_that_does_nothing_at_its_value_is_watched():
         module.other = 0.5
         twice = module(x, index, weights)
     torch.testing.assert_close(twice, module(x, index, weights), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", ["bound", "another module", "hook"])
+def test_a_softcap_that_changes_after_fuse(change):
+    module = Stacked("softcaps")
+    x, index, weights = torch.randn(6, D) * 4, torch.arange(6)[:, None] % E, torch.rand(6, 1)
+    with tigon.fuse(module) as fusion:
+        before = module(x, index, weights)
+        if change == "bound":
+            module.act.one.bound = 0.5
+        elif change == "another module":
+            module.act.one = nn.Tanh()
+        else:
+            module.act.one.register_forward_hook(lambda module, args, output: output / 2)
+        after = module(x, index, weights)
+        assert fusion.report().calls == {"experts": 2 if change == "bound" else 1}
+    torch.testing.assert_close(after, module(x, index, weights))
+    assert not torch.allclose(after, before)
 
 
 def named(**changes):

@@ -97,6 +97,14 @@ FUSED_EAGERLY = {
         (z + WORDS)[..., :20].reshape(-1, 20), t.clamp(max=19).reshape(-1)
     ),
     "masked": lambda z, t: F.cross_entropy(z[t != -100], t[t != -100]),
+    "nll": lambda z, t: F.nll_loss(F.log_softmax(z, -1).view(-1, V), t.view(-1)),
+    "nll of turned rows": lambda z, t: F.nll_loss(
+        F.log_softmax(z.transpose(0, 1).contiguous().view(-1, V), dim=-1, dtype=torch.float32),
+        t.t().reshape(-1),
+        reduction="sum",
+    ),
+    "nll, scaled before": lambda z, t: F.nll_loss((z / 2).log_softmax(-1)[:, 1:].reshape(-1, V), t[:, 1:].reshape(-1)),
+    "one sequence": lambda z, t: F.cross_entropy(z[1], t[1]) + 0 * z.shape[0],
     "last positions": lambda z, t: F.cross_entropy(z[:, -2:, :].reshape(-1, V), t[:, -2:].reshape(-1)),
 }
 
@@ -132,7 +140,12 @@ BUILT = {
     "tanh twice": lambda z, t: F.cross_entropy(*flat(torch.tanh(torch.tanh(z)), t)),
     "negative softcap": lambda z, t: F.cross_entropy(*flat(torch.tanh(z) * -2.0, t)),
     "zero": lambda z, t: F.cross_entropy(*flat(z * 0.0, t)),
-    "nll": lambda z, t: F.nll_loss(F.log_softmax(z, -1).view(-1, V), t.view(-1)),
+    "nll, class weights": lambda z, t: F.nll_loss(
+        F.log_softmax(z, -1).view(-1, V), t.view(-1), weight=torch.arange(1.0, V + 1)
+    ),
+    "cross entropy of log_softmax": lambda z, t: F.cross_entropy(*flat(F.log_softmax(z, -1), t)),
+    "first words' share": lambda z, t: F.cross_entropy(*flat(z.log_softmax(-1)[..., :V], t)),
+    "log_softmax in another dimension": lambda z, t: F.nll_loss(*flat(z.log_softmax(1), t)),
     "plus": lambda z, t: F.cross_entropy(*flat(z + 1.0, t)),
     "plus a vector, twice": lambda z, t: F.cross_entropy(*flat(z + WORDS + WORDS, t)),
     "plus a vector, scaled before": lambda z, t: F.cross_entropy(*flat(z * 2.0 + WORDS, t)),
@@ -181,7 +194,9 @@ LOOKS = {
     "shape": lambda z: (z.shape, z.dtype, z.device, z.dim(), z.size(-1), z.numel(), len(z), z.stride(), z.ndim),
     "layout": lambda z: (z.is_contiguous(), z[:, :-1].is_contiguous(), z.is_floating_point(), z.layout),
     "gradient": lambda z: (z.requires_grad, z.is_leaf, z.grad_fn is not None),
-    "stack": lambda z: torch.stack([z, z]),
+    "stack": lambda z: torch.stack([z, torch.ones(B, T, V)]),
+    "log_softmax": lambda z: torch.log_softmax(z, -1) + 0,
+    "transpose": lambda z: z.transpose(-1, 1),
     "where": lambda z: torch.where(torch.ones(B, T, V, dtype=torch.bool), z, 0.0),
     "format": lambda z: f"{z[0, 0, 0].item():.3f}",
     "in": lambda z: z.max().item() in z.detach(),
@@ -195,6 +210,71 @@ def test_whoever_looks_sees_logits(look):
     assert type(lazy) is type(real)
     torch.testing.assert_close(lazy, real, rtol=0, atol=0) if isinstance(real, torch.Tensor) else None
     assert str(lazy) == str(real)
+
+
+def stack_heads(carrier=LazyLogits):
+    cases = [Case(bias=False, carrier=carrier) for _ in range(3)]
+    for at, case in enumerate(cases):
+        case.leaves = [cases[0].leaves[0], (cases[0].leaves[1] * (at + 1)).detach().requires_grad_()]
+        case.ledger = cases[0].ledger
+    leaves = [cases[0].leaves[0], *(case.leaves[1] for case in cases)]
+    real, lazy = (torch.stack([make(case) for case in cases], 1) for make in (Case.real, Case.lazy))
+    return cases, real, lazy, leaves
+
+
+def codebook_losses(stack, target):
+    """As Musicgen: a loss for each head."""
+    logits = stack[:, :, -3:]
+    losses = [F.cross_entropy(logits[:, at].contiguous().view(-1, V), target[:, -3:].reshape(-1)) for at in range(3)]
+    return sum(losses)
+
+
+def test_a_stack_of_heads_is_not_built_by_their_losses():
+    cases, real, lazy, leaves = stack_heads()
+    ledger, target = cases[0].ledger, cases[0].target
+    plain, fused = codebook_losses(real, target), codebook_losses(lazy, target)
+    assert ledger.calls["head", None] == 3
+    torch.testing.assert_close(fused, plain)
+    gradients = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (fused, plain))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert (lazy.shape, lazy.dim(), lazy.size(-1), lazy.dtype) == (real.shape, 4, V, real.dtype)
+    flattened = lazy.reshape(-1, *lazy.shape[2:])
+    assert "not built" in repr(flattened)
+    assert not ledger.built_by
+    torch.testing.assert_close(flattened.detach(), real.detach().reshape(-1, T, V))
+    torch.testing.assert_close(codebook_losses(lazy, target), plain)
+    assert sum(ledger.built_by.values()) == 3
+
+
+STACKS = {
+    "sum": lambda z: z.sum(),
+    "exp": lambda z: torch.exp(z).mean(),
+    "two of three": lambda z: z[:, 1:].square().sum(),
+    "one token": lambda z: z[0, 1, -1].square().sum(),
+    "mask": lambda z: z[torch.ones(z.shape[:3], dtype=torch.bool)].square().sum(),
+    "ellipsis": lambda z: z[..., 2].square().sum(),
+    "flat": lambda z: z.reshape(-1, V)[3:].square().sum(),
+    "second dimension": lambda z: z.reshape(B, 3 * T, V)[:, 1].square().sum(),
+}
+
+
+@pytest.mark.parametrize("use", STACKS)
+def test_other_uses_of_a_stack_find_real_logits(use):
+    _, real, lazy, leaves = stack_heads()
+    plain, ours = STACKS[use](real), STACKS[use](lazy)
+    torch.testing.assert_close(ours, plain)
+    gradients = (torch.autograd.grad(loss, leaves, allow_unused=True) for loss in (ours, plain))
+    torch.testing.assert_close(*gradients)
+
+
+def test_stacks_that_are_tensors():
+    cases, *_ = stack_heads()
+    with torch.no_grad():
+        assert type(torch.stack([case.lazy() for case in cases])) is torch.Tensor, "evaluation gathers tensors"
+    assert type(torch.stack([cases[0].lazy(), cases[1].lazy()], -1)) is torch.Tensor
+    assert type(torch.stack([cases[0].lazy(), cases[1].lazy()[:, :1]][:1] * 2, 0)) is not torch.Tensor
+    copied = pickle.loads(pickle.dumps(torch.stack([case.lazy().detach() for case in cases])))
+    assert type(copied) is torch.Tensor
 
 
 def test_saved_pickled_and_copied_logits_are_plain_tensors(tmp_path):

@@ -83,7 +83,12 @@ def _eager(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, 
             gate, up = (z[..., ::2], z[..., 1::2]) if config.interleaved else z.chunk(2, dim=-1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-            gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else act(gate)
+            if config.gate_softcap is not None:
+                gate = config.gate_softcap * torch.tanh(gate / config.gate_softcap) * torch.sigmoid(gate)
+            else:
+                gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else act(gate)
+            if config.up_softcap is not None:
+                up = config.up_softcap * torch.tanh(up / config.up_softcap)
             h = gate * (up + up_offset) if up_offset else gate * up
         else:
             h = act(z)
@@ -135,6 +140,7 @@ MOE_MLP = Op(
         ),
         Case("an adapter on gate_up alone", (9, 16, 24, 2, 1), {}, {"ranks": (5,)}, draws=8),
         Case("tiles of 128 rows", (97, 16, 40, 1, 1)),
+        Case("softcaps", (13, 24, 20, 3, 2), {"config": Expert(gate_softcap=0.7, up_softcap=1.2)}, draws=4),
         Case("experts of other ranks", (13, 16, 16, 3, 2), {"config": Expert(limit=0.7)}, {"unknown": True}, draws=4),
     ),
     empty=((0, 8, 6, 4, 2),),

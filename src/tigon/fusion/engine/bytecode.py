@@ -25,7 +25,10 @@ from tigon.fusion.engine.reasons import Reason
 NO_FUNCTION = Reason("its forward is not a plain function")
 
 # Functions whose result in a condition is the same at every call: decided by the module, or by how code was made.
-_CONSTANT_CALLS = {"isinstance", "hasattr", "getattr", "len", "callable", "type", "is_scripting", "is_tracing"}
+_CONSTANT_CALLS = {
+    "isinstance", "hasattr", "getattr", "len", "callable", "type", "is_scripting", "is_tracing", "is_compiling",
+    "is_torchdynamo_compiling",
+}  # fmt: skip
 _ABOUT_INPUTS = {"shape", "dtype", "size", "dim", "ndim", "device", "is_cuda", "requires_grad"}
 _APPENDING = {"append", "extend", "insert", "update", "setdefault", "add", "appendleft"}
 _HOOKING = {"register_hook", "register_post_accumulate_grad_hook", "setattr", "retain_grad"}
@@ -42,6 +45,7 @@ class BytecodeAnalysis:
     compares_dtypes: the forward branches on whether an input has a weight's dtype.
     asks_autocast: the forward branches on whether autocast is on.
     asks_rank: the forward branches on how many dimensions an input has.
+    asks_device: the forward branches on whether an input is on a GPU.
     """
 
     names: frozenset[str] | None
@@ -50,6 +54,7 @@ class BytecodeAnalysis:
     compares_dtypes: bool = False
     asks_autocast: bool = False
     asks_rank: bool = False
+    asks_device: bool = False
 
     @property
     def reason(self) -> Reason | None:
@@ -93,7 +98,7 @@ def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
         return NO_FUNCTION
     names: set[str] = set()
     stores = branches = ""
-    anything = compares_dtypes = asks_autocast = asks_rank = False
+    anything = compares_dtypes = asks_autocast = asks_rank = asks_device = False
     for fn, is_method in _list_functions(inner, cls):
         own = fn.__code__.co_varnames[:1] if is_method else ()
         ranks: set[str] = set()
@@ -106,10 +111,10 @@ def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
             stores = stores or body.stores()
             branches = branches or body.branches()
             compares_dtypes, asks_autocast = compares_dtypes or body.dtypes, asks_autocast or body.autocast
-            asks_rank = asks_rank or body.rank
+            asks_rank, asks_device = asks_rank or body.rank, asks_device or body.device
     anything = anything or not names.isdisjoint({"vars", "__dict__", "__getattribute__", "getattr"})
     return BytecodeAnalysis(
-        None if anything else frozenset(names), stores, branches, compares_dtypes, asks_autocast, asks_rank
+        None if anything else frozenset(names), stores, branches, compares_dtypes, asks_autocast, asks_rank, asks_device
     )
 
 
@@ -159,7 +164,7 @@ class _Body:
         self.code, self.own = code, own
         self.constants = {"__class__", *closed, *(() if own is None else (own,))}
         self.ranks: set[str] = set()  # locals that hold how many dimensions an input has
-        self.dtypes = self.autocast = self.rank = False  # set by branches()
+        self.dtypes = self.autocast = self.rank = self.device = False  # set by branches()
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
         self.at = {i.offset: n for n, i in enumerate(self.instructions)}
         self.line: dict[int, int] = {}
@@ -278,6 +283,8 @@ class _Body:
                 self.autocast = decided = True
             if not decided and start is not None and self._asks_rank(start, n):
                 self.rank = decided = True
+            if not decided and start is not None and self._asks_device(start, n):
+                self.device = decided = True
             if not decided and not self._only_raises(n + 1) and not self._only_raises(self.at.get(i.argval, n)):
                 return self._describe_place(n)
         return ""
@@ -318,6 +325,10 @@ class _Body:
             loaded = {name for n in range(start, end) for name in self._loaded_names(n)}
             return bool(loaded) and loaded <= self._list_ranks()
         return names <= {"dim", "ndim"}
+
+    def _asks_device(self, start: int, end: int) -> bool:
+        names = {i.argval for i in self.instructions[start:end] if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        return names == {"is_cuda"}
 
     def _list_ranks(self) -> set[str]:
         """The local names that hold x.ndim wherever they are stored."""

@@ -116,11 +116,13 @@ def recognition(recognize: Callable[..., Any]) -> Callable[..., Any]:
         if formula is None or isinstance(formula, Reason):
             return formula
         act = getattr(formula, "act_module", None)
-        for owner in (module, *(() if act is None else (getattr(module, act),))):
+        for owner in (module, *(() if act is None else getattr(module, act).modules())):
             code = analyze_forward(owner)
             reason = code if isinstance(code, Reason) else code.reason
             if reason is None and getattr(code, "asks_rank", False) and not hasattr(formula, "ranks"):
                 reason = Reason("its forward depends on how many dimensions its input has")
+            if reason is None and getattr(code, "asks_device", False) and not hasattr(formula, "devices"):
+                reason = Reason("its forward depends on whether its input is on a GPU")
             if reason is not None:
                 return reason
         return formula

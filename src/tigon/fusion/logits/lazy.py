@@ -4,8 +4,9 @@ A fused head returns `LazyLogits` in place of x Wᵀ + bias. They hold the hidde
 elementwise steps applied since (`Recipe`), and answer three kinds of use:
 
     * / by a number, + a vector, tanh, float,     noted, no computation
-    views, slices, DDP's clone
-    F.cross_entropy(logits, target)               tigon.linear_cross_entropy with the scale and softcap that were noted
+    log_softmax, views, slices, DDP's clone
+    a stack of several heads' logits              noted, in `tigon.fusion.logits.stacked`
+    F.cross_entropy(logits, target), or           tigon.linear_cross_entropy with the scale and softcap that were noted
     anything else                                 the logits are built, as the plain head builds them, with autograd
 
 So the model's own forward and loss run unchanged, and soft-capping and logit scaling are observed, not configured.
@@ -14,6 +15,7 @@ So the model's own forward and loss run unchanged, and soft-capping and logit sc
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +28,8 @@ from torch.utils._pytree import tree_map_only
 
 from tigon.fusion.logits.recipe import Recipe, fusable, is_number
 from tigon.fusion.logits.sharded_head import find_frame, find_zero3_hook, is_zero3_caller
+from tigon.fusion.logits.stacked import StackedLogits
+from tigon.kernels import autocast_dtype
 
 
 class LazyLogits(Tensor):
@@ -154,6 +158,8 @@ class LazyLogits(Tensor):
             answer = NotImplemented if handler is None else handler(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
+        if func is torch.stack and (stacked := _stack(*args, **kwargs)) is not None:
+            return stacked
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
@@ -319,6 +325,52 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
     return lazy.then("cast", dtype) if dtype == torch.float32 else NotImplemented
 
 
+def _log_softmax(lazy: LazyLogits, dim: Any = None, dtype: Any = None) -> Any:
+    if dim not in (-1, lazy.dim() - 1):
+        return NotImplemented
+    wanted = dtype or (lazy.dtype if autocast_dtype(lazy.device.type) is None else torch.float32)
+    wide = _cast(lazy, wanted)
+    if wide is NotImplemented:
+        return NotImplemented
+    with lazy._grad_mode():
+        # Other uses of the logits, and of this result, then share one product.
+        origin = lazy, functools.partial(torch.log_softmax, dim=-1, dtype=wanted)
+        return LazyLogits._make(wide.recipe.then("log_softmax"), _make_meta(lazy.like.shape, wanted), origin)
+
+
+def _log_softmax_function(lazy: LazyLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    return _log_softmax(lazy, dim, dtype)
+
+
+def _nll_loss(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    recipe = lazy.recipe.before("log_softmax")
+    if recipe is None:
+        return NotImplemented
+    with lazy._grad_mode():
+        return _eager_cross_entropy(LazyLogits._make(recipe, lazy.like), *args, **kwargs)
+
+
+def _transpose(lazy: LazyLogits, dim0: int, dim1: int) -> Any:
+    rows = lazy.dim() - 1
+    one, other = (dim if dim >= 0 else dim + lazy.dim() for dim in (dim0, dim1))
+    if not (0 <= one < rows and 0 <= other < rows):
+        return NotImplemented
+    return lazy.make_view(
+        lambda z: z.transpose(one, other), lambda r: r.rows(lambda hidden: hidden.transpose(one, other))
+    )
+
+
+def _stack(tensors: Any, dim: int = 0, **options: Any) -> Any:
+    """Several heads' logits for the same rows, not built; None where the stack has to be built."""
+    parts = list(tensors)
+    if options or not torch.is_grad_enabled() or not all(isinstance(p, LazyLogits) and p.pending() for p in parts):
+        return None
+    dim = dim if dim >= 0 else dim + parts[0].dim() + 1
+    if not 0 <= dim < parts[0].dim() or len({(p.shape, p.dtype, p.device) for p in parts}) != 1:
+        return None
+    return StackedLogits(parts, dim)
+
+
 def _clone(lazy: LazyLogits, **options: Any) -> Any:
     """Note DDP's clone of the model's outputs. Any other caller wants today's values: the weight may change."""
     if options or find_frame("torch.nn.parallel.distributed", 8) is None:
@@ -377,7 +429,7 @@ def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _getitem(lazy: LazyLogits, index: Any) -> Any:
-    """Note row slices, the first words, and masks over whole leading dimensions."""
+    """Note row slices and numbers, the first words, and masks over whole leading dimensions."""
     if isinstance(index, Tensor):
         if index.dtype != torch.bool or not 0 < index.dim() < lazy.dim():
             return NotImplemented
@@ -388,7 +440,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
             shape = (*recipe.hidden.shape[:-1], lazy.shape[-1])
             return LazyLogits._make(recipe, _make_meta(shape, recipe.dtype))
     index = index if isinstance(index, tuple) else (index,)
-    if not all(i is Ellipsis or (isinstance(i, slice) and _plain(i)) for i in index):
+    if not all(i is Ellipsis or type(i) is int or (isinstance(i, slice) and _plain(i)) for i in index):
         return NotImplemented
     dots = [at for at, i in enumerate(index) if i is Ellipsis]
     if len(dots) > 1 or len(index) - len(dots) > lazy.dim():
@@ -397,6 +449,8 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     fill = (slice(None),) * (lazy.dim() - len(index) + len(dots))
     index = (*index[:at], *fill, *index[at + len(dots) :])
     rows, words = index[:-1], index[-1]
+    if type(words) is int or all(type(i) is int for i in rows):  # one token's logits, a look at numbers
+        return NotImplemented
     start, count, step = words.indices(lazy.shape[-1])
     if start != 0 or step != 1 or count == 0 or (count != lazy.shape[-1] and not lazy.recipe.has_columns):
         return NotImplemented
@@ -483,7 +537,9 @@ def _format(lazy: LazyLogits, spec: str) -> str:
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _eager_cross_entropy,
+    F.cross_entropy: _eager_cross_entropy, F.nll_loss: _nll_loss,
+    F.log_softmax: _log_softmax_function, torch.log_softmax: _log_softmax, Tensor.log_softmax: _log_softmax,
+    Tensor.transpose: _transpose, torch.transpose: _transpose,
     Tensor.mul: _mul, torch.mul: _mul, Tensor.multiply: _mul, torch.multiply: _mul,
     Tensor.__mul__: _mul, Tensor.__rmul__: _mul,
     Tensor.div: _div, torch.div: _div, Tensor.divide: _div, torch.divide: _div, Tensor.true_divide: _div,

@@ -101,6 +101,10 @@ class Recipe:
         dtype = value if step == "cast" else self.dtype
         return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
 
+    def before(self, step: str) -> Recipe | None:
+        """The recipe without its last step; None if the last step is another."""
+        return self._with(steps=self.steps[:-1]) if self.steps and self.steps[-1][0] == step else None
+
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that the recipe reads; for a split head this device's part."""
         return self.hidden, here(self.weight), here(self.bias), *(v for step, v in self.steps if step == "add")
@@ -129,6 +133,8 @@ class Recipe:
     @property
     def has_columns(self) -> bool:
         """Whether `columns` has a recipe: a slice of a split weight, or of one that gets new memory, is none."""
+        if any(step == "log_softmax" for step, _ in self.steps):
+            return False
         return not self.split and (self.regather is None or self.regather.keeps_memory)
 
     def columns(self, count: int) -> Recipe:
@@ -200,6 +206,8 @@ class Recipe:
                     z = z + value
                 elif step == "tanh":
                     z = torch.tanh(z)
+                elif step == "log_softmax":
+                    z = F.log_softmax(z, -1)
                 else:
                     z = z.to(value)
         return z
@@ -208,6 +216,8 @@ class Recipe:
         """The steps as softcap · tanh(scale · z / softcap), or None where they have another form."""
         before, after, tanh = 1.0, 1.0, False
         for step, value in self.steps:
+            if step == "log_softmax":
+                return None
             if step == "add":
                 continue  # always the first step: `cross_entropy` adds the vector to the bias
             if step == "tanh":

@@ -7,9 +7,9 @@ order. So no file may import a later file.
 import importlib
 
 FILES = (
-    "head", "norm", "residual_norm", "adapters", "mlp", "activation", "experts", "expert_adapters", "dense_experts",
-    "rotary", "qk_norm", "conv", "recurrence", "shared_prefix", "projections", "fp8_checkpoint", "fp8", "patches",
-    "images", "documents", "decoder_layer",
+    "head", "norm", "residual_norm", "adapters", "mlp", "activation", "relu_layers", "xielu", "experts",
+    "expert_adapters", "dense_experts", "rotary", "qk_norm", "conv", "recurrence", "shared_prefix", "projections",
+    "fp8_checkpoint", "fp8", "patches", "images", "documents", "decoder_layer",
 )  # fmt: skip
 
 for _name in FILES:

@@ -5,7 +5,8 @@ four times the model's width. The activation keeps the input as well, and a seco
 memory. So where norm results are recomputed, activation results are, too.
 
 An activation with a kernel in torch runs unchanged. One that is written out in several torch operations (GPT-2's
-gelu, relu²) runs as one kernel. relu and sigmoid keep their result alone, so there is nothing to gain.
+gelu, relu²) runs as one kernel. relu and sigmoid keep their result alone, so there is nothing to gain; relu joins
+the linear layer before it (relu_layers.py).
 """
 
 from __future__ import annotations

@@ -15,13 +15,14 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon.fusion.engine.part import ModulePart, register
-from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
+from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, is_hooked, plain_forward
 from tigon.fusion.engine.probe import (
     CASES,
     Case,
@@ -57,6 +58,8 @@ class Experts:
     by_columns: gate_up is stored as (E, D, 2I).
     inputs: the forward's argument names.
     alpha, limit: attributes that hold these `tigon.Expert` options, or None.
+    softcaps: the same for the softcaps of gate and up, in modules inside act_module: dotted paths; or empty.
+    cap_types: these modules' classes.
     act_module: the child that computes the activation.
     held: attributes that may have an effect the formula lacks, with the values for which they have none.
     implementation: transformers' implementation that the module was set to. A different implementation set later runs
@@ -76,6 +79,8 @@ class Experts:
     alpha: str | None = None
     limit: str | None = None
     up_offset: float = 0.0
+    softcaps: tuple[str, ...] = ()
+    cap_types: tuple[type, ...] = ()
     held: tuple[tuple[str, float], ...] = ()
     implementation: str | None = None
 
@@ -87,14 +92,17 @@ class Experts:
     def __str__(self) -> str:
         up = " · up" if not self.up_offset else " · (up + 1)"
         limits = ", held to a limit" if self.limit else ""
+        limits = ", softcapped" if self.softcaps else limits
         return f"{self.act}({'gate' if self.gated else 'up'}){up if self.gated else ''} of experts in one pass{limits}"
 
     @property
     def is_bare(self) -> bool:
         """Whether h = act(gate) · up, with gate's rows above up's."""
-        return self.gated and not self.interleaved and self.alpha is None and self.limit is None and not self.up_offset
+        options = self.interleaved, self.alpha is not None, self.limit is not None, self.up_offset, self.softcaps
+        return self.gated and not any(options)
 
     def expert(self, module: nn.Module) -> Expert:
+        caps = [attrgetter(path)(module) for path in self.softcaps] or [None, None]
         return Expert(
             act=self.act,
             gated=self.gated,
@@ -102,7 +110,15 @@ class Experts:
             alpha=1.0 if self.alpha is None else getattr(module, self.alpha),
             limit=None if self.limit is None else getattr(module, self.limit),
             up_offset=self.up_offset,
+            gate_softcap=caps[0],
+            up_softcap=caps[1],
         )
+
+    def has_caps(self, module: nn.Module) -> bool:
+        """Whether the modules that hold the softcaps are those of the classes that were recognised, without hooks."""
+        act = get_child(module, self.act_module or "")
+        owners: list[nn.Module] = [get_child(act, path.split(".")[1]) for path in self.softcaps]
+        return all(type(m) is kind and not is_hooked(m) for m, kind in zip(owners, self.cap_types, strict=True))
 
     def weights(self, module: nn.Module) -> tuple[Any, Any, Tensor | None, Tensor | None]:
         """The stacks (E, out, in), tensors or `QuantizedExperts`, and the biases."""
@@ -180,16 +196,20 @@ def _layouts(shapes: dict[str, tuple[int, ...]], inputs: Any, act_module: str | 
 
 def _complete(module: nn.Module, layout: Experts) -> Experts | None:
     """The layout with the options with which the module agrees."""
-    numbers = [k for k, v in vars(module).items() if type(v) is float]
+    # Also those of the modules inside the activation.
+    inside = [] if layout.act_module is None else getattr(module, layout.act_module).named_children()
+    owners = [("", module), *((f"{layout.act_module}.{name}.", child) for name, child in inside)]
+    numbers = [prefix + k for prefix, owner in owners for k, v in vars(owner).items() if type(v) is float]
     # A number may be a formula option. Or the number may change the module's result: then the formula holds only
     # while the number keeps its value.
+    kinds = {f"{prefix}{k}": type(owner) for prefix, owner in owners for k in vars(owner)}
     for attributes in [numbers, []] if numbers else [[]]:
         probes = _Probes(module, layout, attributes)
-        held = tuple((k, getattr(module, k)) for k in numbers) if not attributes else ()
+        held = tuple((k, getattr(module, k)) for k in numbers if "." not in k) if not attributes else ()
         for changes in _options(layout.gated, attributes):
             formula = replace(layout, held=held, **changes)
             if probes.fit(formula):
-                return formula
+                return replace(formula, cap_types=tuple(kinds[path] for path in formula.softcaps))
     return None
 
 
@@ -197,7 +217,9 @@ def _options(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
     if not gated:
         yield from ({"act": act, "gated": False} for act in ACTS)
         return
-    choices = [None, *attributes]
+    inside = [path for path in attributes if "." in path]
+    yield from ({"softcaps": caps} for caps in itertools.permutations(inside, 2))
+    choices = [None, *(name for name in attributes if "." not in name)]
     for interleaved, up_offset in itertools.product((False, True), (0.0, 1.0)):
         for act, limit, alpha in itertools.product(ACTS, choices, choices):
             if alpha is None or (act == "silu" and alpha != limit):
@@ -247,7 +269,9 @@ class _Probes:
             for k, w in self.drawn.items()
         }
         probe = build_probe(self.module, stored)
-        vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(self.attributes)})
+        for i, path in enumerate(self.attributes):
+            owner, _, name = path.rpartition(".")
+            vars(probe.get_submodule(owner))[name] = 0.75 + 0.5 * i
         config = vars(probe).get("config")
         if config is not None:  # "eager" runs each expert by itself, whatever implementation the model is set to
             vars(probe)["config"] = config = copy.copy(config)
@@ -334,6 +358,8 @@ def run_experts(
     patch: Patch = module._tigon
     formula: Experts = patch.formula
     if not patch.ledger.active or is_functorch_active() or not patch.still_holds(module):
+        return None
+    if formula.softcaps and not formula.has_caps(module):
         return None
     inputs = dict(zip(formula.inputs, args, strict=False)) | kwargs
     if len(args) > 3 or len(inputs) != len(args) + len(kwargs) or inputs.keys() != set(formula.inputs):

@@ -170,17 +170,24 @@ def _classifiers_of_words(site: Site) -> list[nn.Linear]:
 
 
 def get_head(owner: Any) -> Any:
-    """The head that get_output_embeddings() returns; None for a module without a head."""
+    """The head that get_output_embeddings() returns; None for a module without a head.
+
+    In place of an embedding: the only linear layer with the embedding's shape, which FSMT keeps inside its decoder.
+    """
     if not callable(getattr(type(owner), "get_output_embeddings", None)):
         return None
     try:
-        return owner.get_output_embeddings()
+        head = owner.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
+    if type(head) is nn.Embedding:
+        words = [m for m in owner.modules() if _is_linear(m) and m.weight.shape == head.weight.shape]
+        return words[0] if len(words) == 1 else head
+    return head
 
 
 def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
-    """The head itself, also in an FSDP1 unit, or the linear layers that PEFT's modules_to_save chooses from."""
+    """The head itself, also in an FSDP1 unit, the linear layers that PEFT's modules_to_save chooses from, or a list."""
     head = getattr(head, "_fsdp_wrapped_module", head)
     if _is_linear(head):
         yield head
@@ -188,6 +195,8 @@ def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
         for module in (getattr(head, "original_module", None), *choices.children()):
             if _is_linear(module):
                 yield module
+    elif isinstance(head, nn.ModuleList) and all(map(_is_linear, head)):
+        yield from head  # type: ignore[misc]
 
 
 def _is_linear(module: Any) -> TypeGuard[nn.Linear]:

@@ -73,7 +73,7 @@ class ResidualNorm(Part):
         norms = [name for name in find_norms(forward) if is_rms_norm(getattr(module, name, None))]
         if norms and site.find_patch(module) is None:
             what = f"the residual sum and {', '.join(norms)} in one pass"
-            rewritten = make_layer_forward(site, forward)
+            rewritten = make_layer_forward(site, forward, "add_norm", _make_globals, _join_statements)
             site.replace(self, module, rewritten, None, what, key=name_forward(forward))
 
 
@@ -84,8 +84,10 @@ def find_norms(forward: Any) -> tuple[str, ...]:
     return () if function is None else tuple(str(edit.norm) for edit in _find_sums(function))
 
 
-def make_layer_forward(site: Site, forward: Any) -> Any:
+def make_layer_forward(site: Site, forward: Any, name: Any, make_globals: Any, edit: Any) -> Any:
     """The rewritten forward, behind the decorators that the instance's class has at call time.
+
+    name: tells apart the rewritten forwards of one forward. make_globals, edit: as in `rewrite_forward`.
 
     transformers wraps the forward of a layer class, and of every derived class, in the function that
     checkpoints. FSDP2 derives such a class from the class of layers that fuse() has replaced already.
@@ -94,9 +96,9 @@ def make_layer_forward(site: Site, forward: Any) -> Any:
     rewritten = site.get_cached(ForwardCache)  # not the site, which holds the model
 
     def rewrite(function: Any) -> Any:
-        key = function, "add_norm"
+        key = function, name
         if key not in rewritten:
-            rewritten[key] = rewrite_forward(function, _make_globals, _join_statements)
+            rewritten[key] = rewrite_forward(function, make_globals, edit)
         return rewritten[key]
 
     first = rewrite(forward)

@@ -218,7 +218,7 @@ _FACTORS = "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b
 _FROZEN = "Tensor? gate_up_scales, Tensor? gate_up_table, Tensor? down_scales, Tensor? down_table"
 _OPTIONS = (
     "float gate_up_scale, float down_scale, str act, bool gated, bool interleaved, float alpha, float? limit, "
-    "float up_offset"
+    "float up_offset, float? gate_softcap, float? up_softcap"
 )
 
 

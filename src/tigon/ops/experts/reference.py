@@ -50,5 +50,10 @@ def activation_reference(z: Tensor, options: Options) -> Tensor:
     if limit is not None:
         # clamp has slope 0 beyond the limit and propagates NaN; gate has no lower limit.
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    gate = act(gate) if alpha == 1.0 else act(gate * alpha) / alpha
+    if options.gate_softcap is not None:
+        gate = options.gate_softcap * torch.tanh(gate / options.gate_softcap) * torch.sigmoid(gate)
+    else:
+        gate = act(gate) if alpha == 1.0 else act(gate * alpha) / alpha
+    if options.up_softcap is not None:
+        up = options.up_softcap * torch.tanh(up / options.up_softcap)
     return (gate * (up + options.up_offset)).to(z.dtype)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from tigon.kernels import cdiv, do_not_specialize, jit, launch, tl
-from tigon.ops.acts import ACTS
+from tigon.kernels.tiles.tanh import tanh
+from tigon.ops.acts import ACTS, sigmoid
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.routing import Routing
 
@@ -35,15 +36,26 @@ def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N:
 
 @jit
 def _unit(
-    gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
+    gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Return h = act(α · gate) / α · (up + offset), dh/dgate and dh/dup, with gate and up clamped to the limit."""
+    """Return h = act(α · gate) / α · (up + offset), dh/dgate and dh/dup, with gate and up clamped to the limit.
+
+    With caps gate's linear factor, not its sigmoid's, and up go through c · tanh(· / c).
+    """
     # gate has no lower clamp, as in gpt-oss: silu maps very negative gates to 0.
     held_gate, held_up = gate, up
     if LIMIT is not None:  # comparisons propagate NaN on every GPU; minimum and maximum do not
         held_gate = tl.where(gate > LIMIT, LIMIT, gate)
         held_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if ALPHA == 1.0:
+    if UP_CAP is not None:
+        held_up, dcap = tanh(up * (1.0 / UP_CAP))
+        held_up *= UP_CAP
+    if GATE_CAP is not None:
+        s, ds = sigmoid(gate)
+        t, dt = tanh(gate * (1.0 / GATE_CAP))
+        a, da = GATE_CAP * t * s, dt * s + GATE_CAP * t * ds
+    elif ALPHA == 1.0:
         a, da = ACT(held_gate)
     else:
         a, da = ACT(held_gate * ALPHA)
@@ -54,24 +66,27 @@ def _unit(
     if LIMIT is not None:
         dgate = tl.where(gate > LIMIT, 0.0, dgate)
         dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
+    if UP_CAP is not None:
+        dup *= dcap
     return a * (held_up + UP_OFFSET), dgate, dup
 
 
 # One program computes BLOCK_M rows × BLOCK_N columns of h (S, N) from z (S, 2N), or from (S, N) without a gate; rows
 # beyond offsets[E] are skipped.
-# BLOCKS: column blocks. ACT: tile function that returns value and slope. GATED … UP_OFFSET: the fields of `Expert`.
+# BLOCKS: column blocks. ACT: tile function that returns value and slope. GATED … UP_CAP: the fields of `Expert`.
 @jit
 @do_not_specialize("E")
 def _unit_fwd_kernel(
     z_ptr, h_ptr, offsets_ptr, E, N, BLOCKS, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < tl.load(offsets_ptr + E))[:, None] & (cols < N)[None, :]
     if GATED:
         gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
-        h, _, _ = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+        h, _, _ = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
     else:
         h, _ = ACT(tl.load(z_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32))
     tl.store(h_ptr + rows[:, None] * N + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
@@ -87,7 +102,8 @@ def _unit_fwd_kernel(
 def _unit_bwd_kernel(
     z_ptr, dh_ptr, weights_ptr, order_ptr, offsets_ptr, dz_ptr, h_ptr, dots_ptr, E, N,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UP_OFFSET: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write dz, weight · h, and h · dh, the routing weight's gradient."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -101,7 +117,7 @@ def _unit_bwd_kernel(
         at = rows[:, None] * N + cols[None, :]
         if GATED:
             gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
-            h, dgate, dup = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+            h, dgate, dup = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
         else:
             h, dgate = ACT(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
         if dh_ptr is not None:
