@@ -46,7 +46,8 @@ def test_quantize_takes_the_nearest_code():
         blocksize, _, table = LAYOUTS[format]
         q = QuantizedExperts.quantize(weight, format)
         blocks = weight.view(-1, blocksize)
-        scale = q.scales.flatten() if format == "nf4" else 2.0 ** (q.scales.flatten().float() - 127)
+        stored = q.pack().scales.flatten()
+        scale = stored if format == "nf4" else 2.0 ** (stored.float() - 127)
         nearest = (blocks[..., None] - torch.tensor(table) * scale[:, None, None]).abs().amin(-1)
         error = (q.dequantize(torch.float32).view(-1, blocksize) - blocks).abs()
         torch.testing.assert_close(error, nearest, rtol=1e-5, atol=1e-7)
@@ -59,7 +60,7 @@ def test_quantize_takes_the_nearest_code():
 
 def test_bitsandbytes_stacks_are_read_without_a_copy(device):
     q = draw(2, 3, 128, "nf4", device)
-    flat = tigon.FourBit(q.packed.view(-1, 1), q.scales.flatten(), q.table, (2, 3, 128))
+    flat = tigon.FourBit(q.packed.view(-1, 1), q.pack().scales.flatten(), q.table, (2, 3, 128))
     assert torch.equal(tigon.dequantize_4bit(flat), q.dequantize())
     read = QuantizedExperts.from_four_bit(flat)
     assert read.packed.data_ptr() == q.packed.data_ptr()

@@ -12,6 +12,7 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import Experts, recognize_experts
 from tigon.fusion.parts.lora_layers import adapts_parameter
+from tigon.fusion.parts.sharded_rows import is_dtensor
 from tigon.fusion.parts.stacks import find_quantized, list_quantized, replace_stack
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
 
@@ -110,7 +111,7 @@ def _refuse_to_merge(*_: Any, **__: Any) -> NoReturn:
 def dequantize_experts(model: nn.Module) -> list[str]:
     """Put dense weights, in the dtype that they had, in the place of all 4-bit experts; return the modules' names.
 
-    Raises: ValueError for a fused model, and for a stack that other parametrizations change.
+    Raises: ValueError for a fused model, for sharded stacks, and for a stack that other parametrizations change.
     """
     names = []
     wrappers = _list_wrappers(model)
@@ -124,6 +125,9 @@ def dequantize_experts(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"dequantize_experts: {name} must have no parametrizations but 4-bit stacks, and has others."
             )
+        sharded = next((stack for stack, q in quantized.items() if is_dtensor(q.packed)), None)
+        if sharded is not None:
+            raise ValueError(f"dequantize_experts: {name}.{sharded} must be whole, and is sharded.")
         dense = {stack: getattr(module, stack).contiguous() for stack in quantized}
         # torch's remove_parametrizations would delete the attributes of the class, which copies of the module share.
         del module._modules["parametrizations"]
