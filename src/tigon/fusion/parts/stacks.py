@@ -41,6 +41,12 @@ def replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dty
     changes[name].__class__ = StackParametrizations
 
 
+def is_kept_in_mxfp4(module: Any) -> bool:
+    """Whether a module holds gpt-oss's experts as transformers keeps an MXFP4 checkpoint, for its own kernels."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
+
+
 def read_stack(module: nn.Module, name: str) -> Tensor | QuantizedExperts:
     """The weights (E, N, K) in 4 bits, or the tensor in the module's layout."""
     return find_quantized(module, name) or getattr(module, name)
