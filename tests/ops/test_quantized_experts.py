@@ -185,6 +185,14 @@ def test_it_moves_casts_copies_and_saves_as_a_module(device):
     assert set(holder.state_dict()) == {"0.packed", "0.scales"}
 
 
+def test_bytes_that_mixed_precision_has_cast_are_refused():
+    """FSDP2 of older torch gathers a uint8 parameter in `param_dtype`."""
+    q = draw(1, 2, 64, "nf4")
+    q.packed = torch.nn.Parameter(q.packed.bfloat16(), requires_grad=False)
+    with pytest.raises(ValueError, match=r"must be torch.uint8, got torch.bfloat16: .* leave param_dtype out"):
+        q.dequantize()
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
