@@ -1,4 +1,4 @@
-"""The ways to spread one training step over several processes: one row each. And a small Llama that they train.
+"""The ways to spread one training step over several processes: one row each. And the small models that they train.
 
 Every engine gets the same tokens, some rows of them on each rank, in micro-batches that have different numbers of
 labels that count, one of them none. Its losses and gradients are those of one process that has all rows in one batch.
@@ -68,6 +68,35 @@ def adapted(*, tied: bool = False) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(**options)).train()  # type: ignore[arg-type]
 
 
+def mixture(experts: str, *, all_chosen: bool) -> Any:
+    """A small Qwen3-MoE with LoRA on attention and on stacks of five experts, which two ranks share unevenly.
+
+    experts: "dense", or the format of frozen stacks in 4 bits. all_chosen: no rounding changes the router's choice.
+    """
+    import peft
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=72, moe_intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=5, mlp_only_layers=[0],
+            num_experts_per_tok=5 if all_chosen else 2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, use_cache=False, initializer_range=0.1, experts_implementation="eager",
+        )
+    )  # fmt: skip
+    options = {
+        "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM",
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }  # fmt: skip
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options)).train()  # type: ignore[arg-type]
+    if experts != "dense":
+        tigon.quantize_experts(adapted, experts)  # type: ignore[arg-type]
+    return adapted
+
+
 def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -78,6 +107,7 @@ class Engine:
     cp: ranks have a part of each sequence each, and attention gathers keys and values. cuda: not on a CPU, where
     DeepSpeed compiles its collectives for minutes. needs: a package. adapters: how many layers with adapters run fused
     in a step; None for a model without. left: why they do not. after: whether all parts can be fused after sharding.
+    experts: of a mixture with adapters on its stacks, "dense" or a format in 4 bits.
     """
 
     shard: Callable[[nn.Module, torch.device], nn.Module]
@@ -94,8 +124,11 @@ class Engine:
     adapters: int | None = None
     left: str = ""
     after: bool = True
+    experts: str = ""
 
     def model(self) -> Any:
+        if self.experts:
+            return mixture(self.experts, all_chosen=self.bf16)
         return llama(tied=self.tied) if self.adapters is None else adapted(tied=self.tied)
 
     @property
@@ -233,6 +266,10 @@ def adapted_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
+def wrapped_experts(model: nn.Module) -> list[nn.Module]:
+    return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]  # type: ignore[union-attr]
+
+
 def within_adapters(model: nn.Module) -> list[nn.Module]:
     """As PEFT's policy for automatic wrapping has them: A and B in groups of their own."""
     return [side["default"] for layer in adapted_layers(model) for side in (layer.lora_A, layer.lora_B)]
@@ -292,6 +329,17 @@ ENGINES: dict[str, Engine] = {
     "FSDP2, adapters, bf16": Engine(of(fsdp, **BF16), adapters=14, bf16=True),
     "FSDP2, adapters, each layer of them alone": Engine(of(fsdp, units=adapted_layers), adapters=14),
     "FSDP2, A and B alone": Engine(of(fsdp, units=within_adapters), adapters=0, left="own layers have hooks"),
+    "DDP, experts": Engine(ddp, adapters=9, experts="dense"),
+    "FSDP2, experts": Engine(fsdp, adapters=9, experts="dense"),
+    "FSDP2, experts, checkpointing": Engine(fsdp, adapters=9, experts="dense", checkpointing=True),
+    "FSDP2, experts, accumulation": Engine(fsdp, adapters=9, experts="dense", micro_batches=4),
+    "FSDP2, experts, bf16": Engine(of(fsdp, **BF16), adapters=9, experts="dense", bf16=True),
+    "FSDP2, experts alone": Engine(of(fsdp, units=wrapped_experts), adapters=9, experts="dense"),
+    "FSDP2, experts in nf4 alone": Engine(of(fsdp, units=wrapped_experts), adapters=9, experts="nf4"),
+    "DDP, experts in nf4": Engine(ddp, adapters=9, experts="nf4"),
+    "FSDP2, experts in nf4": Engine(fsdp, adapters=9, experts="nf4"),
+    "FSDP2, experts in mxfp4, checkpointing": Engine(fsdp, adapters=9, experts="mxfp4", checkpointing=True),
+    "FSDP2, experts in nf4, bf16": Engine(of(fsdp, **BF16), adapters=9, experts="nf4", bf16=True),
     "ZeRO-2, adapters": Engine(of(zero, stage=2), needs="deepspeed", cuda=True, adapters=14),
     "ZeRO-3, adapters": Engine(
         of(zero, stage=3, **PARTITIONED),
@@ -412,7 +460,10 @@ class NothingNarrower(TorchFunctionMode):
     """Models compute norms and losses in fp32 by name: in fp64 they shall stay in fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
         narrows = func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,))
         if narrows and args[0].dtype == torch.float64:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        if func is nn.functional.softmax and args[0].dtype == torch.float64:  # a router's
+            kwargs["dtype"] = None
+        return func(*args, **kwargs)

@@ -30,9 +30,12 @@ BEFORE = {
     "TP, tied embeddings", "TP, sequence parallel, and FSDP2", "CP, keys and values gathered",
     "FSDP2, adapters, checkpointing", "FSDP2, adapters, accumulation", "FSDP2, adapters, each layer of them alone",
     "FSDP2, A and B alone", "FSDP1, head alone, accumulation",
+    "DDP, experts", "FSDP2, experts, checkpointing", "FSDP2, experts, accumulation", "FSDP2, experts, bf16",
+    "DDP, experts in nf4", "FSDP2, experts in nf4 alone", "FSDP2, experts in mxfp4, checkpointing",
+    "FSDP2, experts in nf4, bf16",
 }  # fmt: skip
 PLAIN = {"TP, sequence parallel, and FSDP2", "CP, keys and values gathered"}
-AFTER = {"DDP", "FSDP2, head alone", "FSDP2, head with the norm"}
+AFTER = {"DDP", "FSDP2, head alone", "FSDP2, head with the norm", "FSDP2, experts in nf4 alone"}
 
 
 def cases():
@@ -56,7 +59,7 @@ def once(measures, world, function, *arguments):
     engine = ENGINES[arguments[-1] if function is alone else arguments[0]]
     same = (world.size, *arguments)
     if function is alone:
-        same = (arguments[0], engine.steps, engine.lr, engine.tied, engine.adapters is None)
+        same = (arguments[0], engine.steps, engine.lr, engine.tied, engine.adapters is None, engine.experts)
     key = function, *same
     if key not in measures:
         measures[key] = world.run(function, *arguments)[0]
@@ -94,7 +97,7 @@ def test_losses_and_gradients_of_one_process(request, measures, record, name, si
         # Without logits, or the report says why not.
         assert report["calls"].get("head", 0) == (0 if report["unfused_heads"] else 1)
         assert engine.tp or not report["unfused_heads"]
-        ran = report["calls"].get("adapters", 0)
+        ran = report["calls"].get("adapters", 0) + report["calls"].get("expert_adapters", 0)
         # A checkpoint runs a layer again; of an accumulating step the last micro-batch is counted.
         assert (ran >= engine.adapters) if engine.adapters else not ran, (ran, report["unfused_adapters"])
         rows = [row for row in report["rows"] if row["kind"] == "adapters" and not row["fused"]]

@@ -9,6 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from engines import mixture
 from torch.distributed.fsdp import FSDPModule
 from world import GPUS, world_of
 
@@ -66,6 +67,26 @@ def train(rank, world, device, folder, task, *arguments, shard=True):
             state._reset_state()
         run.run(parse_options([str(a) for a in given]))
     return seen
+
+
+def train_experts(rank, world, device, folder, *arguments, shard=True):
+    """`train` with LoRA on experts, and with stacks in 4 bits. Linear layers stay dense, without bitsandbytes."""
+    from tigon.cli.train import four_bit, run
+
+    def place(model, *rest):
+        four_bit.place_experts(model, *rest)
+        model.get_base_model().num_parameters = lambda **_: 1  # transformers would count with bitsandbytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "place_experts", place)
+        patch.setattr(four_bit, "_quantize_linears", lambda *_: None)
+        patch.setattr(run, "needs", lambda *_: None)
+        patch.setattr(run.trl, "get_quantization_config", lambda _: None)
+        return train(
+            rank, world, device, folder, "sft", "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--load_in_4bit",
+            "--lora_target_modules", "q_proj", "v_proj", "--lora_target_parameters", "experts.gate_up_proj",
+            "experts.down_proj", "--adam_epsilon", 1e-3, *arguments, shard=shard,
+        )  # fmt: skip
 
 
 def load_whole(folder):
@@ -129,6 +150,40 @@ def test_dpo_shards_the_policy_and_its_reference(one, two, folder, tmp_path):
     assert len(set(found["losses"])) == 4
 
 
+@pytest.fixture(scope="module")
+def mixture_folder(folder, tmp_path_factory):
+    """The same with a small Qwen3-MoE."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    copied = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(folder, copied, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=5, num_experts_per_tok=2,
+        eos_token_id=AutoConfig.from_pretrained(folder / "model").eos_token_id,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(copied / "model")
+    return copied
+
+
+def test_qlora_on_experts_shards_them(one, two, mixture_folder, tmp_path):
+    from safetensors.torch import load_file
+
+    alone = one.run(train_experts, mixture_folder, "--output_dir", tmp_path / "1", shard=False)[0]
+    found = two.run(train_experts, mixture_folder, "--output_dir", tmp_path / "2")[0]
+    assert (alone["sharded"], found["sharded"]) == ([False], [True])
+    for name in ("losses", "norms"):
+        assert found[name] == pytest.approx(alone[name], rel=1e-4)
+    assert len(set(found["losses"])) == 4
+    saved = [load_file(tmp_path / run / "adapter_model.safetensors") for run in "12"]
+    assert saved[0].keys() == saved[1].keys()
+    assert {t.dtype for weights in saved for t in weights.values()} == {torch.float32}
+    assert sum("experts" in name for name in saved[0]) == 8
+    for name, value in saved[0].items():
+        torch.testing.assert_close(saved[1][name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_grpo_shards_the_policy_and_its_reference(two, folder, tmp_path):
     """Each process draws its own completions, so the plain trainer under the same engine is the measure."""
     more = ("--reward_funcs", "test_sharded_training.reward", "--num_generations", 2, "--max_completion_length", 6)
@@ -181,6 +236,10 @@ def test_weights_that_mixed_precision_would_cast_are_refused():
         check_quantized_shards(model, policy)
     check_quantized_shards(model.bfloat16(), policy)
     check_quantized_shards(model, None)
+    experts = mixture("nf4", all_chosen=True)
+    check_quantized_shards(experts, policy)
+    with pytest.raises(Problem, match="FSDP1 cannot shard stacked experts in 4 bits; set fsdp_version to 2"):
+        check_quantized_shards(experts, policy, 1)
     model[0] = type("Linear8bitLt", (torch.nn.Linear,), {})(2, 2)
     with pytest.raises(Problem, match="8-bit"):
         check_quantized_shards(model, None)

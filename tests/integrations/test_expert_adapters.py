@@ -245,6 +245,30 @@ def test_what_is_left_has_a_reason():
         assert "its experts ran their own code" in str(fusion.report())
 
 
+def test_experts_with_adapters_stay_in_bf16_beside_fp8_and_say_so():
+    """Also where the adapters are switched off: a policy and its reference have the same numbers before a step."""
+    from tigon.fusion.fp8.layers import ignore_sizes
+
+    plain, model = (adapted_experts(dtype=torch.bfloat16) for _ in range(2))
+    with ignore_sizes():
+        fusion = tigon.fuse(model, fp8=tigon.FP8(first=0, experts=True, skip=["attn"]))
+        found = step(model, batch())
+        with tigon.fuse(plain):
+            assert torch.equal(found[0], step(plain, batch())[0])
+            with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
+                assert torch.equal(model(**batch()).logits, plain(**batch()).logits)
+    assert count(fusion, "experts") == 2
+    skipped = [(row.what, row.count) for row in fusion.report().skipped_rows if row.kind == "fp8"]
+    assert ("it has adapters, which join the experts' products in bf16", 2) in skipped
+
+
+def test_experts_in_4_bits_stay_so_beside_fp8():
+    model = adapted_experts(dtype=torch.bfloat16, parameters=None)
+    tigon.quantize_experts(model)
+    fusion = tigon.fuse(model, fp8=tigon.FP8(first=0, experts=True))
+    assert any(row.what == "its weights are in 4 bits" for row in fusion.report().skipped_rows)
+
+
 class Listed(nn.Module):
     """Experts that are modules of their own, as in older models: their layers are adapted one by one."""
 

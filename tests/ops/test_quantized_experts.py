@@ -46,7 +46,8 @@ def test_quantize_takes_the_nearest_code():
         blocksize, _, table = LAYOUTS[format]
         q = QuantizedExperts.quantize(weight, format)
         blocks = weight.view(-1, blocksize)
-        scale = q.scales.flatten() if format == "nf4" else 2.0 ** (q.scales.flatten().float() - 127)
+        stored = q.pack().scales.flatten()
+        scale = stored if format == "nf4" else 2.0 ** (stored.float() - 127)
         nearest = (blocks[..., None] - torch.tensor(table) * scale[:, None, None]).abs().amin(-1)
         error = (q.dequantize(torch.float32).view(-1, blocksize) - blocks).abs()
         torch.testing.assert_close(error, nearest, rtol=1e-5, atol=1e-7)
@@ -59,7 +60,7 @@ def test_quantize_takes_the_nearest_code():
 
 def test_bitsandbytes_stacks_are_read_without_a_copy(device):
     q = draw(2, 3, 128, "nf4", device)
-    flat = tigon.FourBit(q.packed.view(-1, 1), q.scales.flatten(), q.table, (2, 3, 128))
+    flat = tigon.FourBit(q.packed.view(-1, 1), q.pack().scales.flatten(), q.table, (2, 3, 128))
     assert torch.equal(tigon.dequantize_4bit(flat), q.dequantize())
     read = QuantizedExperts.from_four_bit(flat)
     assert read.packed.data_ptr() == q.packed.data_ptr()
@@ -182,6 +183,14 @@ def test_it_moves_casts_copies_and_saves_as_a_module(device):
     copied.load_state_dict(holder.state_dict())
     assert torch.equal(copied[0].dequantize(), holder[0].dequantize())
     assert set(holder.state_dict()) == {"0.packed", "0.scales"}
+
+
+def test_bytes_that_mixed_precision_has_cast_are_refused():
+    """FSDP2 of older torch gathers a uint8 parameter in `param_dtype`."""
+    q = draw(1, 2, 64, "nf4")
+    q.packed = torch.nn.Parameter(q.packed.bfloat16(), requires_grad=False)
+    with pytest.raises(ValueError, match=r"must be torch.uint8, got torch.bfloat16: .* leave param_dtype out"):
+        q.dequantize()
 
 
 @pytest.mark.parametrize(

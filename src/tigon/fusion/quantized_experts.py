@@ -12,7 +12,9 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import Experts, recognize_experts
 from tigon.fusion.parts.lora_layers import adapts_parameter
+from tigon.fusion.parts.sharded_rows import is_dtensor
 from tigon.fusion.parts.stacks import find_quantized, list_quantized, replace_stack
+from tigon.fusion.stored_mxfp4 import take_over_mxfp4
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
 
 TUNER_CHECK = "_check_merge_allowed"
@@ -27,13 +29,14 @@ def quantize_experts(
         model: any model with stacked experts that `tigon.fuse` recognises: gpt-oss, Qwen3-MoE, Mixtral, … Call this
             before `tigon.fuse`.
         format: "nf4", 4.5 bits a weight; "mxfp4", 4.25 bits, the format of gpt-oss's checkpoints: what transformers has
-            dequantized from such a checkpoint becomes exactly the checkpoint's numbers again.
+            dequantized from such a checkpoint becomes exactly the checkpoint's numbers again. Layers that transformers
+            keeps in MXFP4 (`Mxfp4GptOssMLP`), which cannot train, are replaced by layers with the same bytes.
         device: where the stacks are quantized, one at a time; by default where they are. The 4-bit weights return to
             the stack's device: a model that does not fit on a GPU can be loaded on the CPU, quantized with
             device="cuda", and moved.
     Returns: the names of the modules whose stacks are in 4 bits now. Modules that already were are left alone.
-    Raises: ValueError for another format, for a fused model, for stacks with gradients, for sharded stacks, and for a
-        model without stacked experts of a known formula.
+    Raises: ValueError for another format, for a fused model, for stacks with gradients, for sharded stacks, for layers
+        in MXFP4 with hooks or a part of the experts, and for a model without stacked experts of a known formula.
 
     The attributes stay: `experts.gate_up_proj` is a parametrization of `torch.nn.utils.parametrize`, and gives the
     dense weight to any code that asks. In `state_dict()`, `gate_up_proj` becomes
@@ -44,7 +47,7 @@ def quantize_experts(
     only, and nests the adapters in another order, by which its checkpoints name them.
     """
     find_layout(format)
-    names, reasons = [], []
+    names, reasons = take_over_mxfp4(model, format), []
     for name, module, formula in list(_find_experts(model)):
         if isinstance(formula, Reason):
             reasons.append(f"{name}: {formula}")
@@ -115,7 +118,7 @@ def _refuse_to_merge(*_: Any, **__: Any) -> NoReturn:
 def dequantize_experts(model: nn.Module) -> list[str]:
     """Put dense weights, in the dtype that they had, in the place of all 4-bit experts; return the modules' names.
 
-    Raises: ValueError for a fused model, and for a stack that other parametrizations change.
+    Raises: ValueError for a fused model, for sharded stacks, and for a stack that other parametrizations change.
     """
     names = []
     merges = _list_merges(model)
@@ -129,6 +132,9 @@ def dequantize_experts(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"dequantize_experts: {name} must have no parametrizations but 4-bit stacks, and has others."
             )
+        sharded = next((stack for stack, q in quantized.items() if is_dtensor(q.packed)), None)
+        if sharded is not None:
+            raise ValueError(f"dequantize_experts: {name}.{sharded} must be whole, and is sharded.")
         dense = {stack: getattr(module, stack).contiguous() for stack in quantized}
         # torch's remove_parametrizations would delete the attributes of the class, which copies of the module share.
         del module._modules["parametrizations"]

@@ -189,7 +189,8 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         if parameter.requires_grad and is_narrow:
             parameter.data = parameter.data.float()
     if trainer.is_fsdp_enabled:
-        check_quantized_shards(trainer.model, trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
+        plugin = trainer.accelerator.state.fsdp_plugin
+        check_quantized_shards(trainer.model, plugin.mixed_precision_policy, plugin.fsdp_version)
     fusion = fuse_trainer(trainer, options)
     is_packed = getattr(trainer, "padding_free", False) or is_filled_for_capture(trainer, options)
     if fusion is not None and is_packed and not getattr(trainer, "aux_loss_enabled", False):
@@ -232,13 +233,17 @@ def pad_rows_to_budget(trainer: Any) -> None:
     trainer.data_collator = PackingCollator(max_tokens=budgets, pad_to_budget=True, pad_token_id=pad_token)
 
 
-def check_quantized_shards(model: Any, policy: Any) -> None:
-    """Raise Problem for quantised weights that FSDP cannot gather as they are. policy: FSDP's mixed precision."""
+def check_quantized_shards(model: Any, policy: Any, version: int = 2) -> None:
+    """Raise Problem for quantised weights that FSDP cannot gather as they are.
+
+    policy: FSDP's mixed precision. version: 1 or 2, of FSDP.
+    """
     compute = getattr(policy, "param_dtype", None)
     for module in model.modules():
-        if list_quantized(module):
+        if version == 1 and list_quantized(module):
             raise Problem(
-                "--load_in_4bit: FSDP cannot shard stacked experts in 4 bits; train each GPU's own copy (DDP)"
+                "--load_in_4bit: FSDP1 cannot shard stacked experts in 4 bits; set fsdp_version to 2, or train each "
+                "GPU's own copy (DDP)"
             )
         if "8bit" in type(module).__name__:
             raise Problem("--load_in_8bit: FSDP cannot shard 8-bit weights; use --load_in_4bit")

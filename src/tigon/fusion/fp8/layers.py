@@ -351,9 +351,11 @@ def count_least_tokens(layers: Sequence[nn.Module]) -> int:
     return 0 if has_experts else math.ceil(LEAST_WORK / max([1, *weights]))
 
 
-def why_experts_unfit(gate_up: Tensor, down: Tensor, options: FP8) -> str:
+def why_experts_unfit(gate_up: Any, down: Any, options: FP8) -> str:
     """Why stacked experts, gate and up (E, 2I, D) and down (E, D, I), stay in bf16; "" where they may run in FP8."""
     for weight in (gate_up, down):
+        if not isinstance(weight, Tensor):
+            return "its weights are in 4 bits"
         if weight.dtype not in (torch.bfloat16, torch.float32):
             return f"its weights are {str(weight.dtype).removeprefix('torch.')}, and FP8 takes bf16 or fp32"
         if not weight.is_contiguous():

@@ -20,7 +20,8 @@ from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.adapters import AdapterNames, adapter_names
 from tigon.fusion.parts.experts import EXPERTS, Experts, run_experts
-from tigon.fusion.parts.lora_layers import NO_ADAPTER, SHARDED, adapts_parameter, read_adapter
+from tigon.fusion.parts.lora_layers import NO_ADAPTER, SHARDED, SWITCHED_OFF, adapts_parameter, read_adapter
+from tigon.fusion.parts.sharded_rows import is_alone_in_shards
 from tigon.fusion.parts.stacks import read_shape
 from tigon.ops.experts.adapter import ExpertAdapter
 
@@ -37,6 +38,8 @@ def expert_adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self, *args, **kwargs)
     y = _run(self, args, kwargs)
     if isinstance(y, Reason):
+        if y not in (NO_ADAPTER, SWITCHED_OFF):
+            _check_gathered(self)
         patch.ledger.count_fallback("adapters", None, y.text)  # reported together with those of linear layers
         return plain_forward(self, *args, **kwargs)
     patch.ledger.count(PART.kind, patch.key)
@@ -65,6 +68,19 @@ def _run(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
         return NO_ADAPTER
     y = run_experts(experts, args, kwargs, adapters.get(formula.gate_up), adapters.get(formula.down))
     return BASE_RUNS if y is None else y
+
+
+def _check_gathered(wrapper: Any) -> None:
+    """Raise a ValueError for what FSDP has not gathered, where PEFT is about to read it."""
+    wrappers, experts = _unwrap(wrapper)
+    sides = {f"lora_{side}": getattr(w, f"lora_{side}").values() for w in wrappers for side in "AB"}
+    for what, modules in (sides | {"the stacks of experts": [experts]}).items():
+        if any(is_alone_in_shards(module) for module in modules):
+            raise ValueError(
+                f"fuse: {what} under PEFT's target_parameters must be gathered with the decoder layer, and have an "
+                "FSDP group of their own, which is gathered for their own calls alone. PEFT reads them outside of such "
+                "calls: apply fully_shard, or FSDP1's wrapper, to whole decoder layers."
+            )
 
 
 def _unwrap(wrapper: nn.Module) -> tuple[list[Any], Any]:

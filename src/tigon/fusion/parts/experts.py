@@ -37,7 +37,7 @@ from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.fp8.layers import run_experts_in_fp8, why_not_in_fp8
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.mlp import has_state
-from tigon.fusion.parts.stacks import read_stack, view_as_dense
+from tigon.fusion.parts.stacks import is_kept_in_mxfp4, read_stack, view_as_dense
 from tigon.kernels import autocast_dtype, use_triton
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.experts import moe_mlp
@@ -47,6 +47,10 @@ from tigon.ops.experts.quantized import QuantizedExperts
 from tigon.ops.experts.reference import moe_mlp_reference
 
 GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, all with the same formula
+KEPT_IN_MXFP4 = Reason(
+    "its experts are in transformers' own MXFP4, whose kernels have no backward pass",
+    'call tigon.quantize_experts(model, "mxfp4") before tigon.fuse',
+)
 ROUNDINGS = 32  # in fp32, relative to a row's largest result: both sides sum products, in different orders
 
 
@@ -130,8 +134,8 @@ class Experts:
 
 def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     """The stacked experts' formula; a Reason if a module is named experts and Tigon lacks the formula; else None."""
-    found: Experts | Reason | None = None
-    if not isinstance(module, QuantizedExperts):
+    found: Experts | Reason | None = KEPT_IN_MXFP4 if is_kept_in_mxfp4(module) else None
+    if found is None and not isinstance(module, QuantizedExperts):
         found = _recognize_dense(view_as_dense(module))
     return found
 

@@ -94,7 +94,7 @@ class FP8Part(Part):
                 site.record_fused(self, module, "gate and up in one, down", key=("unit", type(module)))
             elif patch is not None and isinstance(formula, Experts):
                 if options.experts and not is_spared(module):
-                    self._fuse_experts(site, module, patch, options)
+                    self._fuse_experts(site, module, patch, options, any(module in m.children() for m in adapted))
             elif patch is not None:
                 for group in _list_groups(patch, module):
                     layers = [getattr(module, name) for name in group]
@@ -159,10 +159,11 @@ class FP8Part(Part):
         for module in layers:
             site.record_fused(self, module, what, key=state.key)
 
-    def _fuse_experts(self, site: Site, module: nn.Module, patch: Patch, options: FP8) -> None:
+    def _fuse_experts(self, site: Site, module: nn.Module, patch: Patch, options: FP8, is_adapted: bool) -> None:
         formula: Experts = patch.formula
         gate_up, down, *biases = formula.weights(module)
-        why = "" if formula.is_bare else "its activation is no plain gated unit"
+        why = "it has adapters, which join the experts' products in bf16" if is_adapted else ""
+        why = why or ("" if formula.is_bare else "its activation is no plain gated unit")
         why = why or ("it has biases" if any(b is not None for b in biases) else "")
         if why := why or why_experts_unfit(gate_up, down, options):
             site.record_skipped(self, module, Reason(why))

@@ -30,6 +30,7 @@ from tigon.fusion.engine.patch import is_hooked
 from tigon.fusion.engine.reasons import ADAPTERS_OFF, Reason
 from tigon.fusion.fp8.adapters import read_base
 from tigon.fusion.fp8.checkpoint import is_fp8_layer, qualify_name, read_stored
+from tigon.fusion.parts.sharded_rows import find_class
 from tigon.kernels import autocast_dtype
 from tigon.ops.dequantize_4bit import FourBit
 from tigon.ops.fp8.frozen import FrozenLinear, ReplacedWeight
@@ -75,13 +76,15 @@ def adapts_parameter(layer: nn.Module) -> bool:
 
 def lasting_reason(layer: Any) -> Reason | None:
     """Why a layer is left to PEFT whatever the input; None if calls decide."""
-    if not type(layer).__module__.startswith("peft."):
+    if not find_class(layer).__module__.startswith("peft."):
         return NOT_PEFT
     if not layer.lora_A:
         is_elsewhere = bool(getattr(layer, "lora_embedding_A", None))
         return Reason("its adapters are not on a linear layer") if is_elsewhere else NO_ADAPTER
     if _name_peft_class(layer) not in FORWARDS:
-        return Reason(f"it is a {type(layer).__name__} of PEFT, which may compute something that Tigon does not know")
+        return Reason(
+            f"it is a {find_class(layer).__name__} of PEFT, which may compute something that Tigon does not know"
+        )
     adapter = read_adapter(layer)
     return adapter if isinstance(adapter, Reason) and adapter in (VARIANT, BIAS, INSIDE, ZERO3) else None
 
@@ -275,7 +278,8 @@ WEIGHTS = {"bitsandbytes.Linear8bitLt": weight_in_8_bits}
 
 
 def _name_peft_class(layer: nn.Module) -> str:
-    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+    kind = find_class(layer)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_4bit(base: nn.Module) -> bool:

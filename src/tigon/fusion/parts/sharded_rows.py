@@ -1,4 +1,4 @@
-"""Norms on DTensors, as sequence parallelism makes them: each rank's rows by the kernel, on local memory.
+"""What is sharded; and norms on DTensors, as sequence parallelism makes them: each rank's rows, on local memory.
 
 A norm works on rows in the last dimension, so a tensor that is sharded along any other dimension, or replicated, needs
 no data from other ranks. The weight is replicated; each rank's rows give a partial weight gradient, which DTensor sums.
@@ -18,6 +18,24 @@ def is_dtensor(x: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
+
+
+def find_class(module: Any) -> type:
+    """The class of a module before FSDP2's `fully_shard`, which derives another from it with the same forward."""
+    kind = type(module)
+    first, *others = kind.__bases__
+    return others[0] if len(others) == 1 and _is_of_torch(first, "FSDPModule") else kind
+
+
+def is_alone_in_shards(module: Any) -> bool:
+    """Whether a module is an FSDP unit by itself whose weights are not gathered now."""
+    if find_class(module) is not type(module):
+        return any(map(is_dtensor, module.parameters()))
+    return _is_of_torch(type(module), "FullyShardedDataParallel")
+
+
+def _is_of_torch(kind: type, name: str) -> bool:  # by its name, since an import of FSDP takes long
+    return kind.__name__ == name and kind.__module__.startswith("torch.distributed.")
 
 
 def rows_are_whole(x: Any, *parameters: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tigon.fusion.parts.sharded_rows import find_class
 from tigon.ops.experts.quantized import QuantizedExperts
 
 
@@ -31,12 +32,19 @@ class StackParametrizations(parametrize.ParametrizationList):
 
 def replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dtype: torch.dtype) -> None:
     """Let 4-bit weights stand for a parameter with a dtype."""
-    # A number of the dense dtype, which follows `.to(dtype)`: the dense weight has the dtype that it would have.
-    carrier = torch.zeros((), dtype=dtype, device=quantized.device)
+    # A number of the dense dtype, which follows `.to(dtype)` and FSDP2's mixed precision: the dense weight has the
+    # dtype that it would have. FSDP2 takes no scalars.
+    carrier = torch.zeros(1, dtype=dtype, device=quantized.device)
     module._parameters[name] = nn.Parameter(carrier, requires_grad=False)
     parametrize.register_parametrization(module, name, quantized, unsafe=True)
     changes: Any = module.parametrizations
     changes[name].__class__ = StackParametrizations
+
+
+def is_kept_in_mxfp4(module: Any) -> bool:
+    """Whether a module holds gpt-oss's experts as transformers keeps an MXFP4 checkpoint, for its own kernels."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
 
 
 def read_stack(module: nn.Module, name: str) -> Tensor | QuantizedExperts:
@@ -74,7 +82,7 @@ def view_as_dense(module: nn.Module) -> nn.Module:
     quantized = list_quantized(module)
     if not quantized:
         return module
-    plain: nn.Module = object.__new__(type(module).__bases__[0])  # the class from which torch's parametrize has derived
+    plain: nn.Module = object.__new__(find_class(module).__bases__[0])  # from which torch's parametrize has derived
     parameters, modules = dict(module._parameters), dict(module._modules)
     del modules["parametrizations"]
     for name in quantized:

@@ -4,7 +4,8 @@
     mxfp4    e2m1 floats, an e8m0 power of two per 32 weights: gpt-oss's format, 4.25 bits a weight
 
 Two codes share a byte: in nf4 the first is in the high four bits, in mxfp4 in the low four bits. The packed bytes and
-the scales are what the checkpoints hold, without a copy.
+the scales are what the checkpoints hold, without a copy. Both are kept as bytes, nf4's maxima too: casts of a model,
+and engines that shard or gather parameters, with or without mixed precision, leave bytes as they are.
 
 Source: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314; OCP Microscaling Formats 1.0,
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
@@ -12,7 +13,6 @@ https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-fina
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,9 +55,10 @@ class QuantizedExperts(nn.Module):
         by_columns: as a parametrization give the weight as (E, K, N), as gpt-oss stores it.
     Raises: ValueError for inconsistent shapes, dtypes or devices.
 
-    `packed` and `scales` are parameters without gradients: they move and save with their module. Casts leave both as
-    they are. Registered with `torch.nn.utils.parametrize`, the module gives the dense weight in the original's dtype;
-    see `tigon.quantize_experts`.
+    `packed` and `scales` are uint8 parameters without gradients, scales as the bytes of the given numbers: they move,
+    save and are sharded with their module, and casts leave them as they are. Registered with
+    `torch.nn.utils.parametrize`, the module gives the dense weight in the original's dtype; see
+    `tigon.quantize_experts`.
     """
 
     packed: Tensor
@@ -84,7 +85,8 @@ class QuantizedExperts(nn.Module):
         if packed.device != scales.device:
             raise ValueError(f"QuantizedExperts: scales must be on {packed.device}, as packed, got {scales.device}.")
         self.shape, self.format, self.by_columns = (E, N, K), format, by_columns
-        self.packed, self.scales = (nn.Parameter(t.contiguous(), requires_grad=False) for t in (packed, scales))
+        as_bytes = packed.contiguous(), scales.contiguous().view(torch.uint8)
+        self.packed, self.scales = (nn.Parameter(t, requires_grad=False) for t in as_bytes)
         self._table = torch.tensor(layout.table, device=packed.device)
 
     @property
@@ -172,8 +174,19 @@ class QuantizedExperts(nn.Module):
         return dequantize_experts_reference(packed, self.shape[2], dtype)
 
     def pack(self) -> Packed:
-        """Return the tensors for a launch."""
-        return Packed(self.packed, self.scales, self.table)
+        """Return the tensors for a launch. Raises: ValueError where FSDP2 has not gathered the bytes, or cast them."""
+        packed, scales = self.packed, self.scales
+        if hasattr(packed, "device_mesh"):
+            raise ValueError(
+                "QuantizedExperts: packed must be whole, and is sharded (DTensor): read the weight in the forward of "
+                "the module that fully_shard was applied to, or after its unshard()."
+            )
+        if packed.dtype != torch.uint8:
+            raise ValueError(
+                f"QuantizedExperts: packed must be torch.uint8, got {packed.dtype}: this torch's FSDP2 casts bytes to "
+                "MixedPrecisionPolicy(param_dtype). Cast the model to that dtype, and leave param_dtype out."
+            )
+        return Packed(packed, scales.view(LAYOUTS[self.format].scales), self.table)
 
     def forward(self, original: Tensor) -> Tensor:
         """As a parametrization: the dense weight in the original's dtype."""
@@ -182,14 +195,6 @@ class QuantizedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}, format={self.format!r}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
-        # Scales travel as integers, which `.to(torch.bfloat16)` and `.half()` move without a cast.
-        def move(t: Tensor) -> Tensor:
-            return fn(t.view(torch.int32)).view(t.dtype) if t.dtype == torch.float32 else fn(t)
-
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        return self
 
 
 def find_layout(format: Any) -> Layout:

@@ -1,0 +1,91 @@
+"""gpt-oss's layers as transformers keeps an MXFP4 checkpoint, taken over into 4-bit stacks without rounding.
+
+transformers reorders the checkpoint's bytes for its own kernels, which have no backward pass, and calls the experts by
+another method with the router's choices in those kernels' form. The layer that takes the place is that of a dense
+checkpoint: its stacks have the checkpoint's bytes, which transformers gives back to save them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.patch import is_hooked
+from tigon.fusion.parts.stacks import is_kept_in_mxfp4, replace_stack
+from tigon.ops.experts.quantized import Format, QuantizedExperts
+
+QUANTIZER = "hf_quantizer", "quantization_config", "quantization_method", "is_quantized"
+"""What transformers notes on a model and its configuration, and refuses to train and to save by."""
+
+
+def take_over_mxfp4(model: nn.Module, format: Format) -> list[str]:
+    """Replace layers that transformers keeps in MXFP4, one after another, and return the names of their experts.
+
+    Raises: ValueError for another format, for a fused model, for layers with hooks, and for a layer whose bytes are not
+        those of all experts.
+    """
+    layers = [(n, m) for n, m in model.named_modules() if is_kept_in_mxfp4(m._modules.get("experts"))]
+    if not layers:
+        return []
+    if format != "mxfp4":
+        raise ValueError(
+            f"quantize_experts: format must be 'mxfp4' for experts that are in MXFP4 already, got {format!r}."
+        )
+    if any("_tigon" in vars(m) for m in model.modules()):
+        raise ValueError("quantize_experts: model must not be fused: call tigon.quantize_experts before tigon.fuse.")
+    for name, layer in layers:
+        if any(is_hooked(m) for m in (layer, *layer.children())):
+            raise ValueError(f"quantize_experts: {name} must have no hooks: load the model on one device.")
+    names = [name for name, _ in layers]
+    del layers, layer  # each layer's memory is freed when the next one is taken
+    owners: list[Any] = [m for m in model.modules() if hasattr(m, "config")]
+    config = next(m.config for m in owners if hasattr(m.config, "num_local_experts"))
+    for name in names:
+        model.set_submodule(name, _rebuild_layer(model.get_submodule(name), config, f"{name}.experts"))
+    for owner in [*owners, *(m.config for m in owners)]:
+        for attribute in QUANTIZER:
+            getattr(owner, "__dict__", {}).pop(attribute, None)
+    return [f"{name}.experts" for name in names]
+
+
+def _rebuild_layer(stored: Any, config: Any, path: str) -> nn.Module:
+    """The layer of a dense checkpoint, with the router, the biases and the bytes of a stored one."""
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    make_layer: Any = modeling_gpt_oss.GptOssMLP
+    with torch.device("meta"):
+        layer = make_layer(config)
+    layer.router = stored.router
+    layer.train(stored.training)
+    experts, dtype = layer.experts, stored.router.weight.dtype
+    experts.limit, experts.alpha = stored.experts.limit, stored.experts.alpha
+    for name in ("gate_up_proj", "down_proj"):
+        E, K, N = getattr(experts, name).shape
+        blocks, scales = _read_bytes(stored.experts, name)
+        if blocks.shape != (E, N, K // 32, 16) or scales.shape != blocks.shape[:3]:
+            raise ValueError(
+                f"quantize_experts: {path}.{name} must have blocks {(E, N, K // 32, 16)} and scales {(E, N, K // 32)}, "
+                f"got {tuple(blocks.shape)} and {tuple(scales.shape)}."
+            )
+        replace_stack(experts, name, QuantizedExperts.from_mxfp4(blocks, scales, by_columns=True), dtype)
+        bias = getattr(stored.experts, f"{name}_bias").detach().to(dtype)  # the checkpoint's are in bf16
+        setattr(experts, f"{name}_bias", nn.Parameter(bias, requires_grad=False))
+    return layer  # type: ignore[no-any-return]
+
+
+def _read_bytes(experts: Any, name: str) -> tuple[Tensor, Tensor]:
+    """A stack's blocks (E, N, K / 32, 16) and scales (E, N, K / 32), both uint8, in the checkpoint's order."""
+    from transformers.integrations import mxfp4
+
+    if isinstance(getattr(experts, name), Tensor):  # the placeholder of a stack that was never loaded
+        raise ValueError(f"quantize_experts: {name} of {type(experts).__name__} must be loaded from a checkpoint.")
+    reverse: Any = getattr(mxfp4, "Mxfp4ReverseDeserialize", None)
+    if reverse is None:
+        raise ValueError(
+            "quantize_experts: this transformers does not give back the bytes of experts in MXFP4: load the model with "
+            "Mxfp4Config(dequantize=True)."
+        )
+    found = reverse(None).convert({}, model=experts, full_layer_name=f"{name}_blocks")
+    return found[f"{name}_blocks"].contiguous(), found[f"{name}_scales"].contiguous()
