@@ -12,7 +12,7 @@ LINES = {  # to the next 50
     "src/tigon/cli": 5800,  # export, comparison with a run, classifiers and embedding models, images, experts in 4 bits
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 14350,  # packed batches, whole layers, recurrences, images, adapters on experts
+    "src/tigon/fusion": 14500,  # packed batches, whole layers, recurrences, images, adapters on experts
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 5100,  # training without padding, captured steps, sentence-transformers
     "src/tigon/kernels": 1900,
@@ -22,7 +22,7 @@ LINES = {  # to the next 50
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 75250,
+    "tests": 75350,
     "benchmarks": 18900,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

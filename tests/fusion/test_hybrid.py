@@ -216,6 +216,20 @@ def test_packed_documents_are_what_they_are_alone(name, models):
     assert_close(got, grads, 1e-5)
 
 
+def test_a_layer_without_a_mixer_is_no_leak():
+    """Layers of one class, of which some have experts or an MLP alone."""
+    blocks = {"layers_block_type": ["mamba", "mlp", "attention"], "num_hidden_layers": 3}
+    model = T.NemotronHForCausalLM(T.NemotronHConfig(**{**BASE, **NEMOTRON, **blocks}))
+    rows = documents()
+    alone = torch.cat([model(row[None]).logits[0] for row in rows])
+    assert find_leaks(model) == ["model.layers.0.mixer (NemotronHMamba2Mixer)"]
+    with tigon.fuse(model):
+        assert find_leaks(model) == []
+        torch.testing.assert_close(model(**pack(rows)).logits[0], alone, rtol=1e-5, atol=1e-5)
+    with tigon.fuse(model, parts=tigon.PARTS - {"conv"}):
+        assert find_leaks(model) == ["model.layers.0.mixer (NemotronHMamba2Mixer)"]
+
+
 def test_what_cannot_keep_documents_apart_says_so(models):
     model, batch = models["qwen3_5"], pack(documents())
     with tigon.fuse(model, parts=tigon.PARTS - {"recurrence"}):
