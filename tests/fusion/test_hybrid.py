@@ -1,8 +1,9 @@
-"""Hybrids: models with delta rules or short convolutions, fused, packed, and with shared prefixes."""
+"""Hybrids: models with delta rules, Mamba-2 or short convolutions, fused, packed, and with shared prefixes."""
 
 import copy
 import importlib.util
 import inspect
+import math
 import sys
 import types
 import warnings
@@ -20,8 +21,10 @@ from zoo import BASE  # noqa: E402
 
 from tigon.fusion.documents import packs  # noqa: E402
 from tigon.fusion.documents.leaks import find_leaks  # noqa: E402
+from tigon.fusion.engine.ledger import Ledger  # noqa: E402
 from tigon.fusion.engine.reasons import Reason  # noqa: E402
-from tigon.fusion.recurrence.formula import Convolution, DeltaRule, recognize_function  # noqa: E402
+from tigon.fusion.recurrence.calls import make_function  # noqa: E402
+from tigon.fusion.recurrence.formula import Convolution, DeltaRule, Scan, Shortcut, recognize_function  # noqa: E402
 
 HAS_FLA = importlib.util.find_spec("fla") is not None  # it serves plain models, and has no code for a CPU
 pytestmark = [
@@ -40,13 +43,44 @@ LATENT = {
     "qk_rope_head_dim": 8, "v_head_dim": 8, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16,
     "layer_types": DELTA["layer_types"],
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+NEMOTRON = {
+    "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
+    "n_groups": 2, "chunk_size": 8,
+}  # fmt: skip
+ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8,
+    "mamba_ngroups": 2, "chunk_size": 8, "attention_hidden_size": 64, "attention_head_dim": 16,
+    "num_key_value_heads": 4, "use_shared_attention_adapter": False,
+}  # fmt: skip
+GRANITE = {
+    **MAMBA, "layer_types": ["mamba", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "shared_intermediate_size": 16,
+}  # fmt: skip
+STATE = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}
 FAMILIES = {
     "qwen3_next": (T.Qwen3NextForCausalLM, T.Qwen3NextConfig, {**DELTA, **EXPERTS}),
     "qwen3_5": (T.Qwen3_5ForCausalLM, T.Qwen3_5TextConfig, DELTA),
     "lfm2": (T.Lfm2ForCausalLM, T.Lfm2Config, {"layer_types": ["conv", "full_attention"]}),
+    "bamba": (T.BambaForCausalLM, T.BambaConfig, {**MAMBA, "attn_layer_indices": [1]}),
+    "granite": (T.GraniteMoeHybridForCausalLM, T.GraniteMoeHybridConfig, GRANITE),
+    "falcon_h1": (T.FalconH1ForCausalLM, T.FalconH1Config, {**MAMBA, "mamba_d_ssm": 64, "num_hidden_layers": 1}),
+    "nemotron_h": (T.NemotronHForCausalLM, T.NemotronHConfig, NEMOTRON),
+    "zamba2": (T.Zamba2ForCausalLM, T.Zamba2Config, ZAMBA),
+    "mamba2": (T.Mamba2ForCausalLM, T.Mamba2Config, STATE),
     "kimi": (T.KimiLinearForCausalLM, T.KimiLinearConfig, LATENT),
 }  # fmt: skip
-MIXERS = {"qwen3_next": "Qwen3NextGatedDeltaNet", "qwen3_5": "Qwen3_5GatedDeltaNet", "lfm2": "Lfm2ShortConv"}
+MIXERS = {
+    "qwen3_next": "linear_attn (Qwen3NextGatedDeltaNet)",
+    "qwen3_5": "linear_attn (Qwen3_5GatedDeltaNet)",
+    "lfm2": "conv (Lfm2ShortConv)",
+    "bamba": "mamba (BambaMixer)",
+    "granite": "mamba (GraniteMoeHybridMambaLayer)",
+    "falcon_h1": "mamba (FalconH1Mixer)",
+    "nemotron_h": "mixer (NemotronHMamba2Mixer)",
+    "zamba2": "mamba (Zamba2MambaMixer)",
+}
+SCANS = "bamba", "granite", "falcon_h1", "nemotron_h", "zamba2", "mamba2"
 LENGTHS = (7, 1, 12, 5)
 
 
@@ -66,10 +100,9 @@ def documents(device):
     return [torch.randint(3, 89, (n,), generator=generator).to(device) for n in LENGTHS]
 
 
-def skip_without_keywords(model):
-    """Layers of older versions of transformers do not hand offsets on to their convolution."""
-    layer = model.model.layers[0]
-    mixer = getattr(layer, "conv", None) or layer.linear_attn
+def skip_without_keywords(model, name):
+    """Layers of older versions of transformers do not hand offsets on to their mixers."""
+    mixer = next(m for m in model.modules() if f"({type(m).__name__})" in MIXERS[name])
     if "kwargs" not in inspect.signature(type(mixer).forward).parameters:
         pytest.skip("this version of transformers hands no offsets on")
 
@@ -112,8 +145,28 @@ def test_a_fused_hybrid_is_the_plain_one_and_leaves_no_trace(models, device):
     assert fusion.report().calls["recurrence"] == 1  # not the copy's
 
 
-def test_generation_padding_checkpoints_and_autocast(models, device):
-    model, batch = models["qwen3_5"], torch.stack([torch.arange(3, 15), torch.arange(30, 42)]).to(device)
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_runs_in_training_and_evaluation(name, models, device):
+    model, batch = models[name], torch.stack([torch.arange(3, 24), torch.arange(30, 51)]).to(device)
+    plain = model(batch, labels=batch)
+    want = gradients(model, plain.loss)
+    layers = 2 if name in ("zamba2", "mamba2") else 1
+    with tigon.fuse(model) as fusion:
+        for mode in (False, True):
+            model.train(mode)
+            made = model(batch, labels=batch, use_cache=not mode)
+            assert_close(gradients(model, made.loss), want, 1e-5)
+            for kind in ("conv", "recurrence"):
+                assert [row[1:] for row in list_rows(fusion, kind)] == [(True, layers)]
+        assert "Mamba-2 scan" in str(fusion.report())
+        model.eval()
+        torch.testing.assert_close(model(batch).logits, plain.logits)
+    assert torch.equal(model(batch).logits, plain.logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_generation_padding_checkpoints_and_autocast(name, models, device):
+    model, batch = models[name], torch.stack([torch.arange(3, 15), torch.arange(30, 42)]).to(device)
     mask = torch.ones_like(batch)
     mask[0, :5] = 0
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
@@ -165,12 +218,12 @@ def test_a_recurrence_without_an_operator_says_what_it_costs(models):
 @pytest.mark.parametrize("name", MIXERS)
 def test_packed_documents_are_what_they_are_alone(name, models, device):
     model, rows = models[name], documents(device)
-    skip_without_keywords(model)
+    skip_without_keywords(model, name)
     long = [row for row in rows if len(row) > 1]
     want = sum(model(row[None], labels=row[None]).loss * (len(row) - 1) for row in long)
     want = want / sum(len(row) - 1 for row in long)
     grads = gradients(model, want)
-    assert find_leaks(model) == [f"model.layers.0.{'conv' if name == 'lfm2' else 'linear_attn'} ({MIXERS[name]})"]
+    assert find_leaks(model)[0] == f"model.layers.0.{MIXERS[name]}"
     with tigon.fuse(model), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert find_leaks(model) == []
@@ -178,6 +231,20 @@ def test_packed_documents_are_what_they_are_alone(name, models, device):
         by_positions = model(**pack(rows, offsets=False)).loss
     torch.testing.assert_close(by_positions, want)
     assert_close(got, grads, 1e-5)
+
+
+def test_a_layer_without_a_mixer_is_no_leak(device):
+    """Layers of one class, of which some have experts or an MLP alone."""
+    blocks = {"layers_block_type": ["mamba", "mlp", "attention"], "num_hidden_layers": 3}
+    model = T.NemotronHForCausalLM(T.NemotronHConfig(**{**BASE, **NEMOTRON, **blocks})).to(device)
+    rows = documents(device)
+    alone = torch.cat([model(row[None]).logits[0] for row in rows])
+    assert find_leaks(model) == ["model.layers.0.mixer (NemotronHMamba2Mixer)"]
+    with tigon.fuse(model):
+        assert find_leaks(model) == []
+        torch.testing.assert_close(model(**pack(rows)).logits[0], alone, rtol=1e-5, atol=1e-5)
+    with tigon.fuse(model, parts=tigon.PARTS - {"conv"}):
+        assert find_leaks(model) == ["model.layers.0.mixer (NemotronHMamba2Mixer)"]
 
 
 def test_what_cannot_keep_documents_apart_says_so(models, device):
@@ -261,13 +328,13 @@ def test_a_compiled_call_may_bring_positions(models, device):
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_shared_prefix_hands_its_state_to_each_suffix(name, models, device):
     model, (prefixes, suffixes) = models[name], ids(device, [(9, (5, 3, 1)), (2, (4,))])
-    skip_without_keywords(model)
+    skip_without_keywords(model, name)
     want = separately(model, prefixes, suffixes)
     grads = gradients(model, want[0].sum())
     with tigon.fuse(model, shared_prefix=True) as fusion:
         found = tigon.SharedPrefixBatch(prefixes, suffixes).logprob(model)
         got = gradients(model, found.logprob.sum())
-        assert fusion.report().calls["conv"] == 1
+        assert fusion.report().calls["conv"] == (2 if name == "zamba2" else 1)
     torch.testing.assert_close(found.logprob, want[0].float(), rtol=1e-5, atol=1e-5)
     assert_close(got, grads, 1e-5)
 
@@ -301,6 +368,30 @@ def update(
     return torch.stack(made, 1).to(v.dtype), state if output_final_state else None
 
 
+def scan(
+    x, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, math.inf), initial_states=None,
+    return_final_states=False, *, late=False, act=F.softplus,
+):  # fmt: skip
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = (act(dt.float()) if dt_softplus else dt.float()).clamp(*dt_limit)
+    B, C = (t.float().repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
+    values = x.float()
+    state = values.new_zeros(*x.shape[::2], x.shape[-1], B.shape[-1]) if initial_states is None else initial_states
+    made = []
+    for t in range(x.shape[1]):
+        decay = (dt[:, t] * A)[..., None, None].exp()
+        state = state if late else state * decay
+        state = state + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], values[:, t], B[:, t])
+        made.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + (0 if D is None else D[:, None] * values[:, t]))
+        state = state * decay if late else state
+    y = torch.stack(made, 1)
+    return (y, state) if return_final_states else y
+
+
+def shortcut(zxbcdt, weight, initial_states=None, return_final_states=False, *, made=None):
+    return made
+
+
 def vary(function, **options):
     def varied(*args, **kwargs):
         return function(*args, **kwargs, **options)
@@ -321,6 +412,35 @@ def test_functions_are_recognised_by_numbers():
         assert recognize_function(near) is None
     for near in (vary(update, scale=1.0), vary(update, late=True)):
         assert isinstance(recognize_function(near), Reason)
+
+
+def test_scans_are_recognised_by_numbers():
+    assert isinstance(recognize_function(scan), Scan)
+    assert isinstance(recognize_function(shortcut), Shortcut)
+    for near in (vary(scan, late=True), vary(scan, act=F.relu), vary(shortcut, made=0)):
+        assert isinstance(recognize_function(near), Reason)
+
+
+def test_a_scan_with_other_options_runs_as_it_is():
+    formula, ledger = recognize_function(scan), Ledger(torch.nn.Module())
+    scope = {"scan": scan, "shortcut": lambda *args, **kwargs: "a package's result"}
+    apply = make_function(scope, "scan", formula, ledger, "key")
+    cut = make_function(scope, "shortcut", Shortcut(), ledger, "key")
+    x, dt, A, B = torch.randn(1, 5, 4, 6), torch.rand(1, 5, 4), -torch.rand(4), torch.randn(1, 5, 2, 8)
+    torch.testing.assert_close(apply(x, dt, A, B, B, chunk_size=4), scan(x, dt, A, B, B))
+    y, state = apply(x, dt, A, B, B, return_final_states=True, initial_states=torch.ones(1, 4, 6, 8))
+    torch.testing.assert_close((y, state), scan(x, dt, A, B, B, return_final_states=True, initial_states=torch.ones(1)))
+    offsets = torch.tensor([0, 3, 5])
+    for changes, why in (
+        ({"D": torch.ones(4, 6)}, r"scan cannot keep .* apart here: x is \(1, 5, 4, 6\)"),
+        ({"initial_states": torch.ones(1, 4, 6, 8)}, "a cache holds one sequence"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            apply(x, dt, A, B, B, cu_seq_lens_q=offsets, **changes)
+    torch.testing.assert_close(apply(x, dt, A, B, B.half()), scan(x, dt, A, B, B.half()))
+    assert cut(x) is None
+    ledger.active = False
+    assert cut(x) == "a package's result"
 
 
 def test_a_package_behind_the_function_is_named(monkeypatch):

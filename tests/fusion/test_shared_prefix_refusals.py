@@ -51,10 +51,9 @@ def _kimi_linear():
     )  # fmt: skip
 
 
-def _falcon_h1():
-    return T.FalconH1ForCausalLM(
-        small(T.FalconH1Config, mamba_n_heads=8, mamba_d_ssm=64, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
-    )
+def _jamba():
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 2}
+    return T.JambaForCausalLM(small(T.JambaConfig, use_mamba_kernels=False, **sizes))
 
 
 def _llama4():
@@ -84,7 +83,7 @@ def _bert():
 CANNOT = {
     "has attention sinks": lambda: build("gpt_oss"),
     "KimiLinearDeltaAttention layers carry a state past the prefix, so they cannot share": _kimi_linear,
-    "FalconH1Mixer layers carry a state past the prefix, so they cannot share": _falcon_h1,
+    "JambaMambaMixer layers carry a state past the prefix, so they cannot share": _jamba,
     "layers use chunked_attention, which cannot share a prefix": _llama4,
     "BertModel is an encoder: BertSelfAttention read tokens in both directions": _bert,
     "T5ForConditionalGeneration is an encoder-decoder": _t5,

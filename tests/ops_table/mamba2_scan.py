@@ -142,6 +142,7 @@ MAMBA2_SCAN = Op(
     ),
     # Steps, decays and the rows' factors are read a number at a time.
     wide_loads=False,
+    spills=32,  # addresses, in the kernel for dC, on sm_100
     dtensor="refused",
     replaces=(
         Replaced(

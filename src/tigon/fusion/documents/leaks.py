@@ -23,7 +23,7 @@ def find_leaks(model: nn.Module) -> list[str]:
     """The modules through which documents in a packed batch would read one another, each as "name (class)".
 
     Attention in transformers' decoders reads the token's own document alone, once `tigon.fuse` has fused the part
-    "documents"; so do delta rules and their convolutions, with "recurrence" and "conv" fused. Another
+    "documents"; so do delta rules, Mamba-2's scans and their convolutions, with "recurrence" and "conv" fused. Another
     recurrence, a convolution over tokens or an encoder does not know where a document begins.
 
     Args:
@@ -42,8 +42,12 @@ def find_leaks(model: nn.Module) -> list[str]:
             found.append(decoder)
             continue
         mixing = [_find_owner(decoder, m) for m in list_inside(decoder) if _mixes_tokens(m)]
-        if takes_offsets(type(decoder).forward):  # a layer hands its arguments on to the mixer inside
-            mixing = [m for m in mixing if not any(keeps_apart(inner) for inner in m.modules())]
+        # A layer hands its arguments on to the mixer inside.
+        kept = {m for m in decoder.modules() if keeps_apart(m)} if takes_offsets(type(decoder).forward) else set()
+        mixing = [m for m in mixing if kept.isdisjoint(m.modules())]
+        # A layer of the same class without a mixer holds an MLP or experts alone, and only hands a cache on.
+        around = {type(m) for m in decoder.modules() if m not in kept and not kept.isdisjoint(m.modules())}
+        mixing = [m for m in mixing if type(m) not in around or any(_mixes_tokens(inner) for inner in m.children())]
         mixing += [m for m in decoder.modules() if hasattr(type(m), OWN_POSITIONS)]
         # Layers take the arguments of what they hold, and are found as well.
         held = {*mixing, *(m for m in decoder.modules() if attends(m))}

@@ -93,7 +93,7 @@ def fuse(
             "fp8_base": run the frozen linear layers that transformers loads in FP8, with the gradient of their input.
             "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
             sums their input gradients while computing them.
-            "conv", "recurrence": run the short convolutions and the gated delta rule of hybrid models as a few
+            "conv", "recurrence": run the short convolutions, delta rules and scans of hybrid models as a few
             kernels each, also over packed documents and shared prefixes.
             "documents": run the attention of packed batches inside each document, without a dense mask.
             "images": run the attention of a vision tower on all images of a batch in one call.

@@ -1,1 +1,1 @@
-"""Token mixers with a state: short convolutions and delta rules in models, also over packed documents and prefixes."""
+"""Token mixers with a state: convolutions, delta rules and scans in models, also over packed documents and prefixes."""

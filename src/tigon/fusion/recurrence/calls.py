@@ -7,6 +7,7 @@ a prefix's end is carried into each of its suffixes, and their gradients into th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import is_functorch_active
-from tigon.fusion.recurrence.formula import ACTS, Convolution, DeltaRule
+from tigon.fusion.recurrence.formula import ACTS, Convolution, DeltaRule, Formula, Scan, Shortcut
 from tigon.ops.causal_conv1d import MOST_TAPS, causal_conv1d
 from tigon.ops.gated_delta_rule import WIDEST, gated_delta_rule
+from tigon.ops.mamba2_scan import mamba2_scan
 from tigon.ops.prefix_attention import PrefixLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,7 +31,7 @@ Run = Callable[..., Any]
 
 
 def make_function(
-    scope: dict[str, Any], name: str, formula: Convolution | DeltaRule, ledger: Ledger, key: Any,
+    scope: dict[str, Any], name: str, formula: Formula, ledger: Ledger, key: Any,
     run: Run | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """The function that a rewritten forward sees under this name. key: the ledger's key for the calls.
@@ -37,11 +39,12 @@ def make_function(
     run: the operator; a probe's is the reference.
     """
     recognised = scope[name]
-    call, operator = (
-        (_Convolve(formula), run or causal_conv1d)
-        if isinstance(formula, Convolution)
-        else (_Update(formula), run or gated_delta_rule)
-    )
+    if isinstance(formula, Shortcut):
+        return lambda *args, **kwargs: (
+            None if ledger.active and not is_functorch_active() else recognised(*args, **kwargs)
+        )
+    kind, operator = CALLS[type(formula)]
+    call, operator = kind(formula), run or operator
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
@@ -75,7 +78,7 @@ def _run_plain(
     return plain(*args, **kwargs)
 
 
-def _find_other(given: dict[str, Any], formula: Convolution | DeltaRule, known: set[str]) -> str | None:
+def _find_other(given: dict[str, Any], formula: Convolution | DeltaRule | Scan, known: set[str]) -> str | None:
     """An argument that may change the function's result, and that the operator does not have."""
     for option, value in given.items():
         if option in formula.options and option not in known and value is not None and value is not False:
@@ -198,6 +201,75 @@ class _Update:
         state = repeat_for_suffixes(state, layout)
         then = run(*after, normalize=normalize, offsets=layout.cu_suffix, initial_state=state)
         return torch.cat((first, then), 1)
+
+
+class _Scan:
+    """x, dt, A, B, C → y, or (y, the last states)."""
+
+    def __init__(self, formula: Scan) -> None:
+        self.formula = formula
+
+    def why_not(self, given: dict[str, Any], offsets: Any) -> str | None:
+        """Why the function itself must run; None if the operator may."""
+        tensors: list[Any] = [given.get(name) for name in self.formula.names]
+        weights = [t for name in ("D", "dt_bias") if (t := given.get(name)) is not None]
+        x, dt, A, B, C = tensors
+        state = given.get("initial_states")
+        why = _why_tensors(*tensors, *weights, *(() if state is None else (state,)))
+        if why is not None:
+            return why
+        if not x.dtype == B.dtype == C.dtype:
+            return f"x is {x.dtype}, B {B.dtype}, C {C.dtype}"
+        shape, groups = tuple(x.shape), tuple(B.shape)
+        if len(shape) != 4 or len(groups) != 4 or groups[:2] != shape[:2] or not groups[2] or shape[2] % groups[2]:
+            return f"x is {shape}, B {groups}"
+        if (
+            C.shape != B.shape
+            or tuple(dt.shape) != shape[:3]
+            or any(tuple(t.shape) != shape[2:3] for t in (A, *weights))
+        ):
+            return f"x is {shape}, C {tuple(C.shape)}, dt {tuple(dt.shape)}, A {tuple(A.shape)}"
+        if max(shape[3], groups[3]) > WIDEST:
+            return f"heads are {shape[3]} and states {groups[3]} wide"
+        apart = offsets is not None or given.get(LAYOUT) is not None
+        if apart and (state is not None or (given.get("return_final_states") and given.get(LAYOUT) is not None)):
+            return "a cache holds one sequence"
+        options = {"D", "dt_bias", "dt_softplus", "dt_limit", "initial_states", "return_final_states"}
+        known = {*self.formula.names, *NEUTRAL, *options, *(() if offsets is None else ("seq_idx",))}
+        other = _find_other(given, self.formula, known)
+        return None if other is None else f"it got {other}"
+
+    def __call__(self, run: Run, given: dict[str, Any], offsets: Any, layout: Any) -> Any:
+        x, dt, A, B, C = (given[name] for name in self.formula.names)
+        options: dict[str, Any] = {name: given.get(name) for name in ("D", "dt_bias")}
+        options["dt_softplus"] = bool(given.get("dt_softplus"))
+        options["dt_limit"] = tuple(given.get("dt_limit") or (0.0, math.inf))
+        if layout is not None:
+            before, after = zip(*(split_rows(layout, t) for t in (x, dt, B, C)), strict=True)
+
+            def run_part(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **own: Any) -> Any:
+                return run(x, dt, A, B, C, **options, **own)
+
+            first, state = run_part(*before, offsets=layout.cu_prefix, return_state=True)
+            state = repeat_for_suffixes(state, layout)
+            return torch.cat((first, run_part(*after, offsets=layout.cu_suffix, initial_state=state)), 1)
+        shape = x.shape
+        if offsets is not None:
+            x, dt, B, C = (t.flatten(0, 1).unsqueeze(0) for t in (x, dt, B, C))
+            options["offsets"] = offsets.to(x.device)
+        if (state := given.get("initial_states")) is not None:
+            options["initial_state"] = state
+        if not given.get("return_final_states"):
+            return run(x, dt, A, B, C, **options).view(shape)
+        y, state = run(x, dt, A, B, C, **options, return_state=True)
+        return y.view(shape), state
+
+
+CALLS: dict[type, tuple[Any, Run]] = {
+    Convolution: (_Convolve, causal_conv1d),
+    DeltaRule: (_Update, gated_delta_rule),
+    Scan: (_Scan, mamba2_scan),
+}
 
 
 def split_rows(layout: PrefixLayout, x: Tensor) -> tuple[Tensor, Tensor]:

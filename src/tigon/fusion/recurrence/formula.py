@@ -8,6 +8,7 @@ for equal to it.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from tigon.fusion.engine.probe import run, shield_probes
 from tigon.fusion.engine.reasons import Reason
 from tigon.ops.causal_conv1d import causal_conv1d_reference
 from tigon.ops.gated_delta_rule import gated_delta_rule_reference
+from tigon.ops.mamba2_scan import mamba2_scan_reference
 
 ACTS = {"silu": "silu", "swish": "silu", None: None}
 # Arguments by which a function takes a state, or returns one.
@@ -27,10 +29,12 @@ STATES = {"initial_state", "initial_states", "output_final_state", "return_final
 # The libraries behind transformers' wrappers, as pip calls them.
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
 WRAPPERS = "transformers.integrations.hub_kernels"
-NO_MATCH = Reason("its results match no formula of tigon.gated_delta_rule")
+NO_MATCH = Reason("its results match no formula of tigon.gated_delta_rule or tigon.mamba2_scan")
 
 _CONV_NAMES = ({"hidden_states", "x", "input"}, {"weight"}, {"bias"})
 _RULE_NAMES = ({"query", "q"}, {"key", "k"}, {"value", "v"}, {"g"}, {"beta"})
+_SCAN_NAMES = ({"hidden_states", "x"}, {"dt"}, {"A"}, {"B"}, {"C"})
+_SCAN_OPTIONS = {"D", "dt_bias", "dt_softplus", "dt_limit", "initial_states", "return_final_states"}
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,35 @@ class DeltaRule:
 
     def __str__(self) -> str:
         return "gated delta rule" + (f", in place of {self.library}" if self.library else "")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Mamba-2's scan, over (B, T, H, P) heads, that `tigon.mamba2_scan` can replace. As in `Convolution`."""
+
+    names: tuple[str, ...]
+    options: frozenset[str]
+    library: str = ""
+    kind = "recurrence"
+
+    def __str__(self) -> str:
+        return "Mamba-2 scan" + (f", in place of {self.library}" if self.library else "")
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """What a package computes of a whole mixer in training. Without the package the result is None, and so it is here:
+    the mixer then calls its convolution and its scan.
+    """
+
+    names: tuple[str, ...] = ()
+    kind = "recurrence"
+
+    def __str__(self) -> str:
+        return ""
+
+
+Formula = Convolution | DeltaRule | Scan | Shortcut
 
 
 class Function(NamedTuple):
@@ -119,16 +152,20 @@ def carries_state(fn: Any) -> bool:
 
 
 @shield_probes()
-def recognize_function(fn: Any) -> Convolution | DeltaRule | Reason | None:
+def recognize_function(fn: Any) -> Formula | Reason | None:
     """The formula of a function that a forward calls; a Reason for another recurrence; None for other functions."""
     if isinstance(fn, type) or not callable(fn):
         return None
     found = read_function(fn)
-    formula: Convolution | DeltaRule | None = None
+    formula: Formula | None = None
     if (names := _match_names(found.torch, _CONV_NAMES)) is not None:
         formula = _probe_convolution(found, names)
     elif (names := _match_names(found.torch, _RULE_NAMES)) is not None:
         formula = _probe_rule(found, names)
+    elif (names := _match_names(found.torch, _SCAN_NAMES)) is not None:
+        formula = _probe_scan(found, names)
+    elif carries_state(fn) and _returns_nothing(found.torch):
+        formula = Shortcut()
     if formula is None:
         return NO_MATCH if carries_state(fn) else None
     analysis = analyze_function(found.torch)
@@ -207,6 +244,52 @@ def _is_delta_rule(fn: Callable[..., Any], names: tuple[str, ...], *, heads: int
         if not _agree(list(made[:results]), [o, last][:results], leaves):
             return False
     return True
+
+
+def _probe_scan(found: Function, names: tuple[str, ...]) -> Scan | None:
+    fits = _list_options(found.torch) >= _SCAN_OPTIONS and _is_scan(found.torch, names)
+    return Scan(names, found.options, found.library) if fits else None
+
+
+def _is_scan(fn: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    sized = {"chunk_size": 32} if "chunk_size" in _list_options(fn) else {}
+    for dtype, T, is_weighted, limits in (
+        (torch.float32, 66, True, (0.2, 1.5)), (torch.float32, 5, False, (0.0, math.inf)),
+        (torch.bfloat16, 5, True, (0.0, math.inf)),
+    ):  # fmt: skip
+        x, dt, B, C = (t.to(dtype) for t in (draw(2, T, 4, 6), draw(2, T, 4), draw(2, T, 2, 5), draw(2, T, 2, 5)))
+        A, weights = -draw(4).exp(), {"D": draw(4), "dt_bias": draw(4)} if is_weighted else {}
+        # Without a state the first token's C · B may be near zero, and with it the whole row.
+        state = draw(2, 4, 6, 5) if dtype == torch.float32 else None
+        leaves = [x, dt, A, B, C, *weights.values(), *(() if state is None else (state,))]
+        options: dict[str, Any] = {**weights, "dt_softplus": is_weighted, "dt_limit": limits}
+        with torch.set_grad_enabled(dtype == torch.float32):
+            for t in leaves:
+                t.requires_grad_(dtype == torch.float32)
+            made = run(
+                fn, **dict(zip(names, (x, dt, A, B, C), strict=True)), **options, **sized, initial_states=state,
+                return_final_states=state is not None,
+            )  # fmt: skip
+            y, last = mamba2_scan_reference(x, dt, A, B, C, **options, initial_state=state, return_state=True)
+        ys = list(made) if state is not None and isinstance(made, tuple) else [made]
+        expected = [y] if state is None else [y, last]
+        if len(ys) != len(expected) or not isinstance(ys[0], Tensor):
+            return False
+        # In torch the result is fp32, and steps are rounded to dt's dtype; packages return x's dtype.
+        if not _agree([ys[0].to(dtype), *ys[1:]], expected, leaves):
+            return False
+    return True
+
+
+def _returns_nothing(fn: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(fn).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return run(fn, **{p.name: torch.ones(2, 3) for p in needed}) is None
 
 
 def _agree(ys: list[Any], expected: list[Any], leaves: list[Tensor]) -> bool:

@@ -33,15 +33,23 @@ from tigon.fusion.recurrence.formula import (
     DISTRIBUTIONS,
     Convolution,
     DeltaRule,
+    Formula,
+    Scan,
+    Shortcut,
     is_near,
     read_function,
     recognize_function,
 )
 from tigon.ops.causal_conv1d import causal_conv1d_reference
 from tigon.ops.gated_delta_rule import gated_delta_rule_reference
+from tigon.ops.mamba2_scan import mamba2_scan_reference
 from tigon.ops.prefix_attention import PrefixLayout
 
-REFERENCES: dict[str, Callable[..., Any]] = {"conv": causal_conv1d_reference, "recurrence": gated_delta_rule_reference}
+REFERENCES: dict[type, Callable[..., Any]] = {
+    Convolution: causal_conv1d_reference,
+    DeltaRule: gated_delta_rule_reference,
+    Scan: mamba2_scan_reference,
+}
 DOCUMENTS = (5, 1, 6)
 PREFIXES, SUFFIXES = (4, 2), ((3, 1), (2,))
 TOKENS, SHOWN = 512, 8192  # launches are counted over these tokens, and told for those
@@ -56,7 +64,7 @@ class Mixer:
     recurrence that it calls, and what that costs.
     """
 
-    functions: tuple[tuple[str, Convolution | DeltaRule], ...]
+    functions: tuple[tuple[str, Formula], ...]
     separates: bool
     unserved: Reason | None
 
@@ -64,7 +72,7 @@ class Mixer:
     def kinds(self) -> frozenset[str]:
         return frozenset(formula.kind for _, formula in self.functions)
 
-    def list_formulas(self, kind: str) -> dict[str, Convolution | DeltaRule]:
+    def list_formulas(self, kind: str) -> dict[str, Formula]:
         return {name: formula for name, formula in self.functions if formula.kind == kind}
 
 
@@ -78,7 +86,7 @@ def keeps_apart(module: nn.Module) -> bool:
     return mixer.kinds <= kinds and patch.is_installed_on(module)
 
 
-def list_functions(forward: Any) -> dict[str, Convolution | DeltaRule | Reason]:
+def list_functions(forward: Any) -> dict[str, Formula | Reason]:
     """The convolutions and recurrences that a forward calls by a global name; a Reason for another recurrence."""
     inner = inspect.unwrap(forward) if callable(forward) else None
     if not isinstance(inner, types.FunctionType):
@@ -93,12 +101,13 @@ def compute_key(module: nn.Module) -> tuple[Any, ...]:
     return compute_signature(_place_in_layer(build_probe(module, {})))
 
 
-def recognize_mixer(module: nn.Module, functions: dict[str, Convolution | DeltaRule | Reason]) -> Mixer:
+def recognize_mixer(module: nn.Module, functions: dict[str, Formula | Reason]) -> Mixer:
     """functions: as `list_functions` found them in the module's forward."""
     served = {name: formula for name, formula in functions.items() if not isinstance(formula, Reason)}
     others = [name for name, formula in functions.items() if isinstance(formula, Reason)]
     with shield_probes():
         if others:
+            served = {name: formula for name, formula in served.items() if not isinstance(formula, Shortcut)}
             return Mixer(tuple(served.items()), False, _describe_cost(module, others))
         return Mixer(tuple(served.items()), _separates(module, served), None)
 
@@ -135,7 +144,7 @@ def _rewrite(module: nn.Module, functions: dict[str, Any]) -> Callable[..., Any]
     def make_globals(fn: types.FunctionType) -> dict[str, Any]:
         ledger = Ledger(module)
         return {
-            name: make_function(fn.__globals__, name, formula, ledger, None, REFERENCES[formula.kind])
+            name: make_function(fn.__globals__, name, formula, ledger, None, REFERENCES.get(type(formula)))
             for name, formula in functions.items()
         }
 

@@ -42,7 +42,7 @@ class MixerPart(Part):
             site.install(module, rewritten, Patch(self, site.ledger, mixer))
         else:
             site.rewrite(self, module, rewritten)
-        text = ", ".join(dict.fromkeys(map(str, mixer.list_formulas(self.kind).values())))
+        text = ", ".join(dict.fromkeys(filter(None, map(str, mixer.list_formulas(self.kind).values()))))
         site.record_fused(self, module, text, key=name_forward(forward))
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:

@@ -13,7 +13,11 @@ from tigon.fusion.shared_prefix.attention import find_registry
 from tigon.ops.prefix_attention.checks import WIDEST
 
 CAUSAL = {"full_attention", "sliding_attention"}  # `layer_types` values in a configuration
-STATEFUL = {"linear_attention", "conv"}  # the same for layers without attention, which `_check_layers` looks at
+STATEFUL = {
+    "linear_attention",
+    "conv",
+    "hybrid",
+}  # the same for layers that carry a state, which `_check_layers` looks at
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 # Keyword arguments to attention functions that change the result, and that shared attention lacks.
 EXTRAS = {"s_aux": "attention sinks", "position_bias": "a bias of positions"}
