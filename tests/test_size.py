@@ -12,17 +12,17 @@ LINES = {  # to the next 50
     "src/tigon/cli": 5800,  # export, comparison with a run, classifiers and embedding models, images, experts in 4 bits
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 14400,  # packed batches, whole layers, recurrences, images, adapters on experts
+    "src/tigon/fusion": 15300,  # packed batches, whole layers, recurrences, images, adapted experts, relu layers
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 5150,  # training without padding, also with images, captured steps, sentence-transformers
     "src/tigon/kernels": 1900,
     "src/tigon/losses": 9150,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 24400,  # FP8; the delta rule, Mamba-2, short convolutions, gated norms, adapted and 4-bit experts
+    "src/tigon/ops": 24700,  # FP8; the delta rule, Mamba-2, short convolutions, gated norms, adapted and 4-bit experts
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 75550,
+    "tests": 76700,
     "benchmarks": 18900,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -28,7 +28,7 @@ SINKS = "s_aux"  # transformers' name for the logits of attention sinks
 class Registry:
     """transformers' attention functions, which also take the mask of a packed batch.
 
-    why_not_eager: why the module's own eager attention cannot; None if it can. A configuration may name eager attention
+    why_not_eager: why the module's own eager attention cannot, or None. A configuration may name eager attention
         after fusing.
     """
 
@@ -57,7 +57,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(B, H, T, D) heads → (B, T, H, D), by documents if the mask is a packed batch's, else by the function given.
 
-    why_not: why the documents' attention would not be the function's; None if it is.
+    why_not: why the documents' attention would not be the function's; None otherwise.
     """
     if not isinstance(attention_mask, PackedMask):
         return function(module, query, key, value, attention_mask, *args, **options)  # type: ignore[no-any-return]
@@ -85,7 +85,7 @@ def attend(
 def _why_dense(
     module: Any, q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], options: dict[str, Any]
 ) -> str | None:
-    """Why packed attention needs the configured function and the dense mask; None if it does not."""
+    """Why packed attention needs the configured function and the dense mask; None otherwise."""
     if options.get("dropout"):
         return f"attention has dropout {options['dropout']}"
     causal = options.get("is_causal")

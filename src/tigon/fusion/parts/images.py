@@ -162,7 +162,7 @@ def attend_to_images(
 
 
 def _why_apart(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
-    """Why each image needs a call of the configured function, a clause; None if it does not."""
+    """Why each image needs a call of the configured function, a clause; None otherwise."""
     offsets, others = (options[name] for name in OFFSETS)
     if options.get("output_attentions"):
         return "its weights were asked for"

@@ -29,7 +29,7 @@ NUMBERS = 0.3, -0.6, 0.7, -0.05
 class Xielu:
     """y = xielu(x, alpha_p, alpha_n, beta, eps). Names: the alphas' of parameters, the others' of buffers.
 
-    devices: a probe that says it is on a GPU gives the same.
+    devices: a probe that claims to be on a GPU gives the same.
     """
 
     alpha_p: str
@@ -73,7 +73,7 @@ class Xielu:
 
 
 class _OnGPU(Tensor):
-    """A tensor that says it is on a GPU, for code that asks."""
+    """A tensor that claims to be on a GPU, for code that asks."""
 
     is_cuda = True
 

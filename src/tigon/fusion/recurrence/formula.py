@@ -89,7 +89,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Shortcut:
-    """What a package computes of a whole mixer in training. Without the package the result is None, and so it is here:
+    """What a package computes of a whole mixer in training. Without the package the result is None, and so here:
     the mixer then calls its convolution and its scan.
     """
 

@@ -132,7 +132,7 @@ def _separates(module: nn.Module, functions: dict[str, Any]) -> bool:
         ]
         ends = [n for own in SUFFIXES for n in own]
         shared = forward(probe, x, shared_prefix=layout)[:, layout.prefix_rows :]
-    except Exception:  # a module may raise anything for an input that it does not take
+    except Exception:  # a module may raise anything for inputs of another form
         return False
     wanted = torch.cat([y[:, -n:] for y, n in zip(alone, ends, strict=True)], 1)
     return is_near(packed[0][0], torch.cat(packed[1], 1), 1e-4) and is_near(shared, wanted, 1e-4)
@@ -254,7 +254,7 @@ def _count_launches(module: nn.Module, names: list[str]) -> tuple[str, int]:
             with _Launches() as mode, torch.device("meta"):
                 made(probe, torch.empty(1, tokens, _get_width(module), device="meta"))
             counts.append(mode.count)
-    except Exception:  # a module may raise anything for an input that it does not take
+    except Exception:  # a module may raise anything for inputs of another form
         return "", 0
     return called[0], counts[0] + (counts[1] - counts[0]) * (SHOWN // TOKENS - 1)
 
