@@ -1,6 +1,8 @@
 """Stacked experts of models in 4 bits: in place, beside the dequantized model, saved, undone, under PEFT."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -105,3 +107,18 @@ def test_what_is_refused():
     stack.grad = torch.zeros_like(stack)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj must be frozen, and has a gradient"):
         tigon.quantize_experts(model)
+
+
+def test_a_discarded_model_is_freed(pair):
+    """torch's parametrizations derive a class for each module, which refers to that module."""
+    peft = pytest.importorskip("peft")
+    _, dense, inputs = pair
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(copy.deepcopy(dense), config)
+    tigon.quantize_experts(adapted)
+    fusion = tigon.fuse(adapted)
+    step(adapted, inputs)
+    parameters = [weakref.ref(p) for p in adapted.parameters()]
+    del adapted, fusion
+    gc.collect()
+    assert not any(p() is not None for p in parameters)

@@ -206,15 +206,17 @@ def test_experts_that_are_trained_beside_their_adapters():
 
 def test_sharded_by_fsdp2_and_gathered_for_the_layer():
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     plain, model = adapted_experts(), adapted_experts()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fusion = tigon.fuse(model)
+        mesh = init_device_mesh("cpu", (1,))
         for layer in model.base_model.model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         loss, grads = step(model, batch())
         assert count(fusion) == 2
         whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}

@@ -13,6 +13,7 @@ import dis
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,15 +69,18 @@ class BytecodeAnalysis:
 
 def analyze_forward(module: nn.Module) -> BytecodeAnalysis | Reason:
     """A forward's analysis, cached per class; a Reason if the forward has no bytecode."""
-    cls: Any = type(module)  # Any: the cache wants a Hashable, and mypy does not accept a class there
-    return _analyze(cls.forward, cls)
+    cls: Any = type(module)
+    found = _analyses.setdefault(cls, {})
+    if cls.forward not in found:
+        found[cls.forward] = _analyze(cls.forward, cls)
+    return found[cls.forward]
 
 
 def analyze_function(fn: Any) -> BytecodeAnalysis | Reason:
     """A plain function's analysis. A module or functools.partial is read through to the function inside."""
     if isinstance(fn, functools.partial):
         return analyze_function(fn.func)
-    return analyze_forward(fn) if isinstance(fn, nn.Module) else _analyze(fn, None)
+    return analyze_forward(fn) if isinstance(fn, nn.Module) else _analyze_function(fn)
 
 
 def writes_globals(forward: Any) -> bool:
@@ -91,7 +95,15 @@ def list_names(code: types.CodeType) -> set[str]:
     return {name for inside in _list_codes(code) for name in inside.co_names}
 
 
+# By class and forward. The class that torch's parametrizations derive for one module refers to that module.
+_analyses: weakref.WeakKeyDictionary[type, dict[Any, BytecodeAnalysis | Reason]] = weakref.WeakKeyDictionary()
+
+
 @functools.lru_cache(maxsize=4096)
+def _analyze_function(fn: Any) -> BytecodeAnalysis | Reason:
+    return _analyze(fn, None)
+
+
 def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
     inner = inspect.unwrap(forward) if callable(forward) else None
     if not isinstance(inner, types.FunctionType):

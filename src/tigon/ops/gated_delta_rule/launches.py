@@ -14,7 +14,6 @@ from tigon.kernels import (
     differentiable,
     launch,
     launcher,
-    multiprocessors,
     next_power_of_2,
     shared_memory,
 )
@@ -45,6 +44,8 @@ TILES = {
     "queries": {64: Tile(32, 8, 2), 128: Tile(64, 8, 3), 256: Tile(32, 8, 2)},
     "keys": {64: Tile(32, 8, 2), 128: Tile(64, 8, 3), 256: Tile(32, 8, 2)},
 }
+WALKS = "states", "reverse"
+WIDE = 132  # processors of an H200
 # For fp32: three tensor-core products per product and twice the registers; from 128 on some spill.
 TILES_FP32 = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 8, 1)},
@@ -62,14 +63,14 @@ def choose_chunk(q: Tensor, v: Tensor) -> int:
     return 64 if max(q.shape[-1], v.shape[-1]) <= 128 else 32
 
 
-def choose_tile(kind: str, q: Tensor, v: Tensor, walks: int | None = None) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a kernel's blocks, and Triton's options. walks: documents times heads, of a walk."""
+def choose_tile(kind: str, q: Tensor, v: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """Return a kernel's blocks, and Triton's options."""
     widest = max(q.shape[-1], v.shape[-1])
     width = 64 if widest <= 64 else 128 if widest <= 128 else 256
     values, warps, stages = (TILES_FP32 if q.dtype == torch.float32 else TILES)[kind][width]
     chunk, block = choose_chunk(q, v), max(16, next_power_of_2(q.shape[-1]))
-    if walks is not None and stages > 1 and walks * cdiv(v.shape[-1], values) <= multiprocessors(q.device):
-        stages += 1  # each has a processor, and its shared memory, to itself
+    if kind in WALKS and width == 128 and stages > 1 and v.shape[-2] * cdiv(v.shape[-1], values) <= WIDE:
+        stages += 1  # a sequence's walks have a processor each. By the heads alone: no bit depends on other documents
     # What a round of a walk loads must fit in shared memory once per stage, beside the state's operand.
     loaded = (2 * chunk * (block + chunk) + chunk * values) * q.element_size()
     while stages > 1 and (stages + 0.5) * loaded > shared_memory(q.device):
@@ -213,7 +214,7 @@ def launch_walk(kind: str, call: Call, tensors: tuple[Any, ...], rows: Tensor | 
     (H, N), (K, V) = call.heads, (q.shape[2], v.shape[2])
 
     def plan() -> Plan:
-        blocks, options = choose_tile(kind, q, v, call.documents * H)
+        blocks, options = choose_tile(kind, q, v)
         arguments = (
             call.documents, call.length, q.shape[0], *q.stride()[:2], *k.stride()[:2],
             *((0, 0) if rows is None else rows.stride()[:2]), H, N, K, V, *blocks.values(), _precision(q)[0],
