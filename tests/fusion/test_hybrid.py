@@ -392,6 +392,12 @@ def shortcut(zxbcdt, weight, initial_states=None, return_final_states=False, *, 
     return made
 
 
+def recur(q, k, v, decay, initial_state=None, output_final_state=False):
+    """Another recurrence, which does not take what a shortcut takes."""
+    batch, _, heads, _ = q.shape
+    return v * decay, q.new_zeros(batch, heads)
+
+
 def vary(function, **options):
     def varied(*args, **kwargs):
         return function(*args, **kwargs, **options)
@@ -417,7 +423,7 @@ def test_functions_are_recognised_by_numbers():
 def test_scans_are_recognised_by_numbers():
     assert isinstance(recognize_function(scan), Scan)
     assert isinstance(recognize_function(shortcut), Shortcut)
-    for near in (vary(scan, late=True), vary(scan, act=F.relu), vary(shortcut, made=0)):
+    for near in (vary(scan, late=True), vary(scan, act=F.relu), vary(shortcut, made=0), recur):
         assert isinstance(recognize_function(near), Reason)
 
 

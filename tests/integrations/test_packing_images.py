@@ -58,6 +58,14 @@ def qwen3_5():
     return T.Qwen3_5ForConditionalGeneration(T.Qwen3_5Config(vision_config=vision, **options))
 
 
+def hunyuan_vl():
+    """The function of its positions takes no embeddings, and its forward no row of columns beside them."""
+    vision = {**TOWER, "text_hidden_size": 32, "max_image_size": 16}
+    text = {**SIZES, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 1, 1]}}
+    config = T.HunYuanVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    return T.HunYuanVLForConditionalGeneration(config)
+
+
 def internvl():
     vision = {**TOWER, "image_size": [8, 8], "patch_size": [2, 2]}
     text = {**SIZES, "model_type": "qwen2"}
@@ -83,8 +91,9 @@ MODELS = {make.__name__: make for make in (qwen2_5_vl, qwen3_vl, qwen3_5, intern
 def make_sample(name, model, grids, words, seed):
     """A sample alone: its arguments, with a batch of 1."""
     generator = torch.Generator().manual_seed(seed)
-    image, by_grids = model.config.image_token_id, "qwen" in name
-    count = [t * h * w // 4 for t, h, w in grids] if by_grids else [4] * len(grids)
+    image, has_lines = model.config.image_token_id, name == "hunyuan_vl"
+    by_grids = "qwen" in name or has_lines
+    count = [t * h * w // 4 + has_lines * (h // 2 + 2) if by_grids else 4 for t, h, w in grids]
     images = [t for n in count for t in (80, *[image] * n, 81)]
     ids = torch.cat([torch.tensor([7, *images]), torch.randint(3, 60, (words,), generator=generator)])[None].long()
     types, labels = (ids == image).int(), ids.masked_fill(ids == image, -100)
@@ -94,7 +103,7 @@ def make_sample(name, model, grids, words, seed):
         sample["mm_token_type_ids"] = types
         if grids:
             patches = sum(t * h * w for t, h, w in grids)
-            sample["pixel_values"] = torch.randn(patches, 24, generator=generator)
+            sample["pixel_values"] = torch.randn(patches, 12 if has_lines else 24, generator=generator)
             sample["image_grid_thw"] = torch.tensor(grids)
         return sample
     if name == "gemma3":
@@ -225,6 +234,21 @@ def test_rows_that_would_be_wrong_stay_padded():
         assert_close(step(model, [collate("gemma3", samples)]), want)
         packing.remove()
     assert padded == {"a sample with images in a packed row is not what it is alone": 1}
+
+
+def test_a_model_that_refuses_a_packed_row_runs_with_its_padding():
+    torch.manual_seed(0)
+    model, padded = hunyuan_vl().train(), Counter()
+    samples = [make_sample("hunyuan_vl", model, *given) for given in zip(GRIDS, WORDS, range(4), strict=True)]
+    batches = [collate("hunyuan_vl", samples)] * 2
+    want = step(model, batches)
+    with tigon.fuse(model) as fusion:
+        packing = drop_padding(fusion, model, True, Counter(), padded)
+        assert_close(step(model, batches), want)
+        packing.remove()
+    ((reason, calls),) = padded.items()
+    assert reason.startswith("a packed row raises ValueError: Expected 4 multimodal RoPE channels")
+    assert calls == 2
 
 
 def test_positions_that_only_the_forward_knows_are_refused(monkeypatch):

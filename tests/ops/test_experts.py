@@ -210,6 +210,7 @@ def test_autocast_takes_any_mixture(x_dtype, w_dtype, backend, device):
         ({"act": "tanh"}, r"moe_mlp: act must be one of .*got 'tanh'"),
         ({"act": "gelu", "alpha": 2}, r"moe_mlp: alpha must be 1 where act is not 'silu', got 2.0 and 'gelu'"),
         ({"up_softcap": 0}, r"moe_mlp: up_softcap must be positive or None, got 0.0"),
+        ({"gate_softcap": float("inf")}, r"moe_mlp: gate_softcap must be finite, got inf: None is no softcap"),
         (
             {"gate_softcap": 4, "limit": 7},
             r"moe_mlp: gate_softcap and up_softcap must be left .* and limit 7.0",

@@ -130,6 +130,8 @@ MAMBA2_SCAN = Op(
         Bad(
             _bad(), r"dt_limit must be the smallest step and the largest, got \(1.0, 0.0\)\.", {"dt_limit": (1.0, 0.0)}
         ),
+        Bad(_bad(), r"dt_limit must be the smallest step and the largest, got 1.0\.", {"dt_limit": 1.0}),
+        Bad(_bad(D=1.0), r"D must be a tensor, got float\."),
         Bad(_bad(offsets=RIGHT.float()), r"offsets must be \(B \+ 1,\) int32 or int64, .* got \(3,\) torch.float32\."),
         Bad(_bad(offsets=RIGHT[1:]), r"offsets must ascend from 0 to the tokens of x, 5, got \[3, 5\]\.", looks=True),
     ),

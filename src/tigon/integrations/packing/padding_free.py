@@ -135,16 +135,15 @@ class PaddingFree:
             self.tokens["computed"] += keep.numel()
             return self.own(*args, **kwargs)
         place = torch.stack([rows * keep.shape[1] + columns, columns]).to(ids.device, non_blocking=True)
-        packed = self._pack(given, ids, keep, place)
         if not IMAGES.isdisjoint(given):
             if self._why_images is None:
-                self._why_images = self._probe_images(given, packed, keep, place)
+                self._why_images = self._probe_images(given, ids, keep, place)
             if self._why_images:
                 self.padded[self._why_images] += 1
                 self.tokens["computed"] += keep.numel()
                 return self.own(*args, **kwargs)
         self.tokens["computed"] += real
-        return self._run_packed(packed, keep, place)
+        return self._run_packed(self._pack(given, ids, keep, place), keep, place)
 
     def _why_not(self, given: dict[str, Any], ids: Tensor, mask: Any) -> str:
         known = {*IDS, "attention_mask", *PASSED_ON, *PER_TOKEN, *IMAGES}
@@ -181,8 +180,7 @@ class PaddingFree:
             packed |= describe_pack([n for n in keep.sum(1).tolist() if n], ids.device)
         elif hasattr(self.backbone, MROPE):  # without offsets, which towers would take for their own
             compute = getattr(self.backbone, MROPE)
-            names = inspect.signature(compute).parameters
-            images = compute(**{name: given.get(name) for name in names if name != "inputs_embeds"}, inputs_embeds=None)
+            images = compute(**{name: given.get(name) for name in inspect.signature(compute).parameters})
             if images is not None:  # in four rows: the columns tell where samples begin
                 positions = torch.cat([positions, images.flatten(1)[:, place[0]]]).unsqueeze(1)
         return {**packed, "position_ids": positions, "use_cache": False}
@@ -200,7 +198,7 @@ class PaddingFree:
             outputs.router_logits = tuple(unpack(rows) for rows in outputs.router_logits)
         return outputs
 
-    def _probe_images(self, given: dict[str, Any], packed: dict[str, Any], keep: Tensor, place: Tensor) -> str:
+    def _probe_images(self, given: dict[str, Any], ids: Tensor, keep: Tensor, place: Tensor) -> str:
         """Why packed rows with images are wrong; empty if they are right, by the numbers of a batch.
 
         Sharded weights are not probed: other processes, whose batches have no images, would not take part.
@@ -210,7 +208,7 @@ class PaddingFree:
 
         def compare() -> str:
             padded = self.own(**{**given, "use_cache": False}).last_hidden_state.flatten(0, 1)[place[0]]
-            rows = self.own(**packed).last_hidden_state[0]
+            rows = self.own(**self._pack(given, ids, keep, place)).last_hidden_state[0]
             is_exact = rows.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(rows.device.type)
             least = LEAST_CHANGE if is_exact else 10 * LEAST_CHANGE
             lengths = keep.sum(1).tolist()

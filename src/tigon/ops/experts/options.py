@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -64,6 +65,9 @@ class Expert:
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise ValueError(f"moe_mlp: {name} must be positive or None, got {value}.")
+            # c tanh(x / c) is not a number where c is infinite.
+            if value == math.inf and name != "limit":
+                raise ValueError(f"moe_mlp: {name} must be finite, got {value}: None is no softcap.")
         capped = self.gate_softcap is not None or self.up_softcap is not None
         if capped and (self.act != "silu" or self.alpha != 1.0 or self.limit is not None):
             raise ValueError(

@@ -84,8 +84,8 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, initial_state: Tensor | None,
     offsets: Tensor | None,
 ) -> None:  # fmt: skip
-    check_tensors("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta)
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    check_tensors("gated_delta_rule", **given)
     for name, t in given.items():
         if hasattr(t, "device_mesh"):
             raise ValueError(f"gated_delta_rule: {name} must be a plain tensor, got a DTensor: pass to_local().")

@@ -86,8 +86,8 @@ def _check(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     dt_limit: tuple[float, float], initial_state: Tensor | None, offsets: Tensor | None,
 ) -> None:  # fmt: skip
-    check_tensors("mamba2_scan", x=x, dt=dt, A=A, B=B, C=C)
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "initial_state": initial_state}
+    check_tensors("mamba2_scan", **given)
     for name, t in given.items():
         if hasattr(t, "device_mesh"):
             raise ValueError(f"mamba2_scan: {name} must be a plain tensor, got a DTensor: pass to_local().")
@@ -111,7 +111,7 @@ def _check(
     for name, weight in (("A", A), ("D", D), ("dt_bias", dt_bias)):
         if weight is not None and weight.shape != (H,):
             raise ValueError(f"mamba2_scan: {name} must be {(H,)}, a number per head, got {tuple(weight.shape)}.")
-    if len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"mamba2_scan: dt_limit must be the smallest step and the largest, got {dt_limit}.")
     if offsets is not None:
         if batch != 1:
