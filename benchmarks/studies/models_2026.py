@@ -1,6 +1,6 @@
 """Training steps of hybrids, experts with adapters and models with images: Hugging Face, PEFT, Liger, Unsloth, Tigon.
 
-    python -m studies.models_2026 --output results                            every case, in about 500 s on an H200
+    python -m studies.models_2026 --output results                            every case, in several minutes on an H200
     python -m studies.models_2026 --output results --only qwen3-next          some of it
     python -m studies.models_2026 --output results --resume FILE              what is missing in a file
     python -m studies.models_2026 --output results --tiny                     small models, for a look on a CPU
