@@ -12,7 +12,7 @@ LINES = {  # to the next 50
     "src/tigon/cli": 5800,  # export, comparison with a run, classifiers and embedding models, images, experts in 4 bits
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 15300,  # packed batches, whole layers, recurrences, images, adapted experts, relu layers
+    "src/tigon/fusion": 15350,  # packed batches, whole layers, recurrences, images, adapted experts, relu layers
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 5150,  # training without padding, also with images, captured steps, sentence-transformers
     "src/tigon/kernels": 1900,

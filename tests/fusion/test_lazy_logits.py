@@ -267,6 +267,19 @@ def test_other_uses_of_a_stack_find_real_logits(use):
     torch.testing.assert_close(*gradients)
 
 
+def test_a_stack_that_is_first_read_without_gradients_has_them():
+    _, real, lazy, leaves = stack_heads()
+    with torch.no_grad():
+        assert torch.equal(lazy.argmax(-1), real.argmax(-1))
+    gradients = (torch.autograd.grad(z.logsumexp(-1).sum(), leaves) for z in (lazy, real))
+    torch.testing.assert_close(*gradients)
+
+
+def test_arrays_find_heads_in_a_stack():
+    _, real, lazy, _ = stack_heads()
+    torch.testing.assert_close(lazy[:, np.array([2, 0])], real[:, [2, 0]])
+
+
 def test_stacks_that_are_tensors():
     cases, *_ = stack_heads()
     with torch.no_grad():
@@ -308,6 +321,9 @@ ALIASES = {
     "rows of it": lambda z: (z, z[:, 1:]),
     "a copy of rows": lambda z: (z, z[:, 1:].contiguous()),
     "a copy of it": lambda z: (z, z.float() * 1.0),
+    "it, behind log_softmax": lambda z: (z, z.log_softmax(-1)),
+    "rows of it, behind log_softmax": lambda z: (z[:, 1:], F.log_softmax(z, -1)),
+    "log_softmax of it": lambda z: (z.log_softmax(-1), z),
     "two views": lambda z: (z.view(-1, V), z.view(B * T, V)),
 }
 

@@ -99,6 +99,14 @@ def test_units_of_any_code(make, nodes, bias, dropout, triton_backend, device):
     assert "forward" not in vars(model)
 
 
+def test_a_sequence_that_ends_behind_a_unit_stays():
+    for dropout in ([], [nn.Dropout(0.1)]):
+        model = nn.Sequential(nn.Sequential(nn.Linear(16, 40), nn.ReLU(), *dropout), nn.Linear(40, 16))
+        with tigon.fuse(model, parts={"mlp"}) as fusion:
+            assert not fusion.report().fused_rows
+            assert model(draw("cpu", 2)).shape == (2, 16)
+
+
 def test_the_longest_unit_that_a_forward_can_call_is_read():
     units = read_units(Statements.forward)
     assert ("wi", "act", "dropout") in units

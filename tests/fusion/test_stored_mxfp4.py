@@ -140,6 +140,9 @@ def test_adapters_on_the_stacks(kept):
     torch.testing.assert_close(found.loss, want.loss, rtol=5e-6, atol=0)
     for side in (gradients, fused_gradients):
         assert sum("experts" in name and bool(g.any()) for name, g in side.items()) == 8
+    for merge in (adapted[0].merge_adapter, adapted[0].merge_and_unload):
+        with pytest.raises(ValueError, match="adapters cannot be merged into experts in 4 bits"):
+            merge()
 
 
 def test_fuse_says_what_to_call(kept):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import Experts, recognize_experts
 from tigon.fusion.parts.lora_layers import adapts_parameter
 from tigon.fusion.parts.sharded_rows import is_dtensor
-from tigon.fusion.parts.stacks import find_quantized, list_quantized, replace_stack
+from tigon.fusion.parts.stacks import find_quantized, list_quantized, refuse_to_merge, replace_stack
 from tigon.fusion.stored_mxfp4 import take_over_mxfp4
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
 
@@ -60,7 +60,7 @@ def quantize_experts(
             _quantize_stack(module, stack, f"{name}.{stack}", formula.by_columns, format, device)
         names.append(name)
     for module, name in _list_merges(model):
-        setattr(module, name, _refuse_to_merge)
+        setattr(module, name, refuse_to_merge)
     if not names and not any(map(list_quantized, model.modules())):
         why = f" ({reasons[0]})" if reasons else ""
         raise ValueError(f"quantize_experts: {type(model).__name__} must have stacked experts, and has none{why}.")
@@ -105,14 +105,6 @@ def _list_merges(model: nn.Module) -> list[tuple[nn.Module, str]]:
     wrappers = [m for m in adapted if find_quantized(m.get_base_layer(), m.parameter_name) is not None]
     tuners = [m for m in model.modules() if hasattr(type(m), TUNER_CHECK) and not set(wrappers).isdisjoint(m.modules())]
     return [*((wrapper, "merge") for wrapper in wrappers), *((tuner, TUNER_CHECK) for tuner in tuners)]
-
-
-def _refuse_to_merge(*_: Any, **__: Any) -> NoReturn:
-    """Stand for `merge`, which would add to the dense weight that a read makes, and lose the adapter."""
-    raise ValueError(
-        "quantize_experts: adapters cannot be merged into experts in 4 bits: call fusion.remove() and "
-        "tigon.dequantize_experts(model) first."
-    )
 
 
 def dequantize_experts(model: nn.Module) -> list[str]:

@@ -15,7 +15,6 @@ So the model's own forward and loss run unchanged, and soft-capping and logit sc
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -333,9 +332,15 @@ def _log_softmax(lazy: LazyLogits, dim: Any = None, dtype: Any = None) -> Any:
     if wide is NotImplemented:
         return NotImplemented
     with lazy._grad_mode():
-        # Other uses of the logits, and of this result, then share one product.
-        origin = lazy, functools.partial(torch.log_softmax, dim=-1, dtype=wanted)
-        return LazyLogits._make(wide.recipe.then("log_softmax"), _make_meta(lazy.like.shape, wanted), origin)
+        recipe = wide.recipe.then("log_softmax")
+
+        def read(z: Tensor) -> Tensor:
+            """The result from built logits, so that other uses of the logits share one product."""
+            # Written to since, unlike a view's origin: the result is that of the values before.
+            is_changed = z.is_inference() or z._version != 0
+            return recipe.hand_on(recipe.logits()) if is_changed else torch.log_softmax(z, dim=-1, dtype=wanted)
+
+        return LazyLogits._make(recipe, _make_meta(lazy.like.shape, wanted), (lazy, read))
 
 
 def _log_softmax_function(lazy: LazyLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:

@@ -48,8 +48,10 @@ class StackedLogits(Deferred):
 
     def build(self, why: str = "") -> Tensor:
         if self.built is None:
-            parts = [part.build(why) if hasattr(part, "build") else part for part in self.parts]
-            self.built = torch.stack(parts, self.at).reshape(self.shape)
+            # With a graph wherever the first reader is: the stack was made while gradients were recorded.
+            with torch.enable_grad():
+                parts = [part.build(why) if hasattr(part, "build") else part for part in self.parts]
+                self.built = torch.stack(parts, self.at).reshape(self.shape)
         return self.built
 
     def __getitem__(self, index: Any) -> Any:
@@ -63,7 +65,7 @@ class StackedLogits(Deferred):
         if type(own) is int:
             return self.parts[own][others]
         # Where some heads are left out, these get a gradient of zero, not none.
-        if own != slice(None):
+        if type(own) is not slice or own != slice(None):
             return self.build("__getitem__")[index]
         return StackedLogits([part[others] for part in self.parts], self.at)
 

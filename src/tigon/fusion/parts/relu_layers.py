@@ -138,7 +138,8 @@ def _read_sequence(children: Any) -> Iterator[tuple[Unit, int]]:
     for at in range(len(names) - 2):
         for unit in (Unit(*names[at : at + 3]), Unit(names[at], names[at + 1], None)):
             length = len(unit) - (unit.dropout is None)
-            if unit.fits(children) and type(children.get(*names[at + length : at + length + 1])) is nn.Linear:
+            behind = [type(children[name]) for name in names[at + length : at + length + 1]]
+            if unit.fits(children) and behind == [nn.Linear]:
                 yield unit, length
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,30 @@ class StackParametrizations(parametrize.ParametrizationList):
             module = kind(module)
         parametrize._cache.clear()
         return super().append(module)
+
+    def forward(self) -> Tensor:
+        if not torch.compiler.is_compiling():
+            _check_reader()
+        return super().forward()
+
+
+def _check_reader() -> None:
+    """Raise a ValueError where PEFT reads a stack to merge an adapter into it, also one that was added later."""
+    frame: Any = sys._getframe(2)
+    for _ in range(6):  # torch's calls of a module, and the property
+        if frame is None:
+            break
+        if frame.f_code.co_name in ("merge", "unmerge") and frame.f_globals.get("__name__", "").startswith("peft."):
+            refuse_to_merge()
+        frame = frame.f_back
+
+
+def refuse_to_merge(*_: Any, **__: Any) -> NoReturn:
+    """Stand for `merge`, which would add to the dense weight that a read makes, and lose the adapter."""
+    raise ValueError(
+        "quantize_experts: adapters cannot be merged into experts in 4 bits: call fusion.remove() and "
+        "tigon.dequantize_experts(model) first."
+    )
 
 
 def replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dtype: torch.dtype) -> None:
