@@ -22,7 +22,7 @@ LINES = {  # to the next 50
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 76700,
+    "tests": 76800,
     "benchmarks": 18900,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
