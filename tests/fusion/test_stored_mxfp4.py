@@ -158,6 +158,8 @@ def test_what_is_refused(kept):
     model, _, _ = kept
     with pytest.raises(ValueError, match="format must be 'mxfp4' for experts that are in MXFP4 already, got 'nf4'"):
         tigon.quantize_experts(model)
+    with pytest.raises(ValueError, match="model must hold its configuration"):
+        tigon.quantize_experts(model.model.layers[0].mlp, "mxfp4")
     experts = model.model.layers[1].mlp.experts
     handle = experts.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"layers.1.mlp must have no hooks"):

@@ -23,8 +23,8 @@ QUANTIZER = "hf_quantizer", "quantization_config", "quantization_method", "is_qu
 def take_over_mxfp4(model: nn.Module, format: Format) -> list[str]:
     """Replace layers that transformers keeps in MXFP4, one after another, and return the names of their experts.
 
-    Raises: ValueError for another format, for a fused model, for layers with hooks, and for a layer whose bytes are not
-        those of all experts.
+    Raises: ValueError for another format, for a fused model, for layers with hooks, for layers without the model around
+        them, and for a layer whose bytes are not those of all experts.
     """
     layers = [(n, m) for n, m in model.named_modules() if is_kept_in_mxfp4(m._modules.get("experts"))]
     if not layers:
@@ -41,7 +41,9 @@ def take_over_mxfp4(model: nn.Module, format: Format) -> list[str]:
     names = [name for name, _ in layers]
     del layers, layer  # each layer's memory is freed when the next one is taken
     owners: list[Any] = [m for m in model.modules() if hasattr(m, "config")]
-    config = next(m.config for m in owners if hasattr(m.config, "num_local_experts"))
+    config = next((m.config for m in owners if hasattr(m.config, "num_local_experts")), None)
+    if config is None:
+        raise ValueError("quantize_experts: model must hold its configuration, to replace layers that are in MXFP4.")
     for name in names:
         model.set_submodule(name, _rebuild_layer(model.get_submodule(name), config, f"{name}.experts"))
     for owner in [*owners, *(m.config for m in owners)]:
