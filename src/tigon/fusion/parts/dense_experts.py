@@ -20,7 +20,7 @@ from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.probe import build_probe, linear_widths, recognition, run, same_gradients, takes_one_argument
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.experts import ROUNDINGS
-from tigon.kernels import autocast_dtype, use_triton
+from tigon.kernels import autocast_dtype, use_backend, use_triton
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Expert
@@ -130,7 +130,8 @@ def _holds(module: nn.Module, formula: DenseExperts, dtype: torch.dtype, trainin
         part.training = training
     x = 2 * D**0.5 * draw(max(2, min(TOKENS, LARGEST // (E * D))), D)
     x.requires_grad_(dtype == torch.float32)
-    with torch.set_grad_enabled(x.requires_grad):
+    # A probe is on the CPU, where forced kernels would raise.
+    with torch.set_grad_enabled(x.requires_grad), use_backend("torch"):
         theirs, ours = run(probe, x), run(formula.run, probe, x)
         if not all(isinstance(t, tuple) and len(t) == 2 for t in (theirs, ours)):
             return False
