@@ -169,7 +169,8 @@ def test_layers_share_the_tables_of_their_offsets(device, triton_backend, monkey
     assert torch.equal(other, tigon.varlen_attention(q, k, v, count_up([4, 36], device)))
     offsets.data = count_up([22, 18], device)  # other memory, without another version
     assert torch.equal(tigon.varlen_attention(q, k, v, offsets), tigon.varlen_attention(q, k, v, offsets.clone()))
-    # Each capture makes its own, and shares none if it cannot be told from another. A replay may write the offsets.
+    # Each capture makes tables of its own. A capture without a number shares none, and so do calls after a capture:
+    # a replay may write the offsets.
     for capture, more in ((17, 1), (18, 1), (None, 2), (0, 2)):
         monkeypatch.setattr(offsets_module, "find_capture", lambda t, capture=capture: capture)
         before = len(made)

@@ -1,8 +1,8 @@
-"""gpt-oss's layers as transformers keeps an MXFP4 checkpoint, taken over into 4-bit stacks without rounding.
+"""Layers of gpt-oss that transformers has loaded in MXFP4: replaced by layers with the same bytes in 4-bit stacks.
 
-transformers reorders the checkpoint's bytes for its own kernels, which have no backward pass, and calls the experts by
-another method with the router's choices in those kernels' form. The layer that takes the place is that of a dense
-checkpoint: its stacks have the checkpoint's bytes, which transformers gives back to save them.
+transformers reorders the checkpoint's bytes for kernels without a backward pass, and calls the experts with the
+router's choices in those kernels' form. The new layer is that of a dense checkpoint, with 4-bit stacks in place of the
+dense stacks; transformers itself restores the order of the bytes, as it does to save a checkpoint.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def replace_stack(module: nn.Module, name: str, quantized: QuantizedExperts, dty
 
 
 def is_kept_in_mxfp4(module: Any) -> bool:
-    """Whether a module holds gpt-oss's experts as transformers keeps an MXFP4 checkpoint, for its own kernels."""
+    """Whether a module holds gpt-oss's experts in the form that transformers' MXFP4 kernels read."""
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
 
