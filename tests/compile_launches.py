@@ -173,6 +173,56 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
+# In Triton's GPU dialect: a new buffer, with as many tiles as its first dimension says; a view; a copy; a product.
+BUFFER = re.compile(r"( *)(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x")
+VIEW = re.compile(r"(%\w+) = ttg\.memdesc_(?:index|trans|reshape|subslice|reinterpret) (%\w+)")
+COPY = re.compile(r"( *).*(?:async_copy_global_to_local .*?, |async_tma_copy_global_to_local .*\] )(%\w+)")
+PRODUCT = re.compile(r"( *).*warp_group_dot (%\w+), (%\w+),")
+PENDING = re.compile(r"( *).*warp_group_dot_wait .*pendings = (\d+)")
+
+
+def overtaken(asm: dict[str, Any], warps: int) -> int:
+    """The number of buffers whose tiles a loop's copies may overwrite while a product still reads them.
+
+    Triton 3.6 and 3.7 give a load one tile too few where both a product in flight and registers use what it loads. With
+    more than four warps a wait for products is each four warps' own: all must meet before a copy overwrites a tile.
+    """
+    viewed, tiles, depth = {}, {}, {}
+    filled, refilled, read, pending = Counter(), set(), set(), set()
+    for line in asm["ttgir"].splitlines():
+        if found := BUFFER.match(line):
+            tiles[found[2]], depth[found[2]] = int(found[3]), len(found[1])
+        elif found := VIEW.search(line):
+            viewed[found[1]] = viewed.get(found[2], found[2])
+        elif found := COPY.match(line):
+            buffer = viewed.get(found[2], found[2])
+            if len(found[1]) == depth.get(buffer):  # before the loop
+                filled[buffer] += 1
+            else:
+                refilled.add(buffer)
+        elif found := PRODUCT.match(line):
+            read |= {(viewed.get(operand, operand), len(found[1])) for operand in found.groups()[1:]}
+        elif (found := PENDING.match(line)) and int(found[2]):
+            pending.add(len(found[1]))
+    read = {(buffer, indent) for buffer, indent in read if buffer in refilled and indent > depth[buffer]}
+    if warps > 4 and read and not guarded(asm["ptx"]):
+        return len(read)
+    return sum(indent in pending and filled[buffer] >= tiles[buffer] for buffer, indent in read)
+
+
+def guarded(ptx: str) -> bool:
+    """Whether all warps meet between a wait for products and the next copy to shared memory."""
+    waited = False
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line:
+            waited = True
+        elif "bar.sync" in line:
+            waited = False
+        elif waited and re.search(r"cp\.async\.(c[ag]\.|bulk\.tensor)", line):
+            return False
+    return True
+
+
 def undefined_halves(ptx: str) -> int:
     """The number of pairs of e4m3 numbers that are widened with a register that nothing writes to."""
     if "e4m3x2" not in ptx:
@@ -198,7 +248,8 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     stores = [bool(WIDE_LOAD.search(store)) for store in STORE.findall(asm["ptx"])]
     counts |= {"wide_stores": sum(stores), "narrow_stores": len(stores) - sum(stores)}
     counts |= {"exponentials": exponentials(asm["ptx"]), "undefined_halves": undefined_halves(asm["ptx"])}
-    return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
+    return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm),
+            "overtaken": overtaken(asm, compiled.metadata.num_warps)}  # fmt: skip
 
 
 def compile_launches(target: GPUTarget, brief: str | None = None, only: Collection[str] = ()) -> list[dict[str, Any]]:

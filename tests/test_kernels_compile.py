@@ -114,6 +114,12 @@ def test_products_do_not_wait_for_one_another(target):
 
 
 @EVERY_PROMISED_TARGET
+def test_no_copy_overtakes_a_product_that_reads_what_it_overwrites(target):
+    overtaken = [named(x) for x in compiled(target)["launches"] if x["overtaken"]]
+    assert not overtaken, "\n".join(overtaken)
+
+
+@EVERY_PROMISED_TARGET
 def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
     """Other loads are a few scalars: a row's target, its statistics, an upstream gradient.
 

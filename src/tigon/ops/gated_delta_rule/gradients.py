@@ -172,7 +172,13 @@ def _keys_kernel(
             written = tl.dot(x, tl.trans(dS), written, input_precision=PRECISION)
             if from_b_ptr is not None:
                 read = tl.dot(dx, tl.trans(S), read, input_precision=PRECISION)
-            both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        if dg_ptr is not None:
+            # A loop of its own: Triton 3.6 and 3.7 overwrite a tile too early that both products and registers use.
+            for first in range(0, V, BLOCK_V):
+                at_state = (slot.to(tl.int64) * H + h) * (K * V) + row * V
+                S = load_tile(states_ptr, at_state, row < K, first, V, BLOCK_V)
+                dS = load_tile(dstates_ptr, at_state, row < K, first, V, BLOCK_V)
+                both += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         own = tl.cast(h, tl.int64) * tokens + token
         a = tl.load(factors_ptr + 3 * stride + own, mask=live, other=0.0)
         last = tl.load(factors_ptr + tl.cast(h, tl.int64) * tokens + 3 * stride + stop - 1)

@@ -35,8 +35,8 @@ class Tile(NamedTuple):
 
 
 # By the wider of K and V, for 16-bit dtypes; those for 128 are an H200's fastest. A walk has a program per `values`
-# columns, and a step's latency counts, not its arithmetic. Never fewer than two stages with fewer than 64 values: there
-# Triton 3.6 reads outside of shared memory on sm_90. At 256 the gradients spill some registers.
+# columns, and a step's latency counts, not its arithmetic. Never fewer than two stages in a walk with fewer than 64
+# values: there Triton 3.6 reads outside of shared memory on sm_90. At 256 the gradients spill some registers.
 TILES = {
     "matrices": {64: Tile(0, 4, 1), 128: Tile(0, 4, 1), 256: Tile(0, 8, 1)},
     "states": {64: Tile(32, 4, 2), 128: Tile(32, 4, 2), 256: Tile(16, 4, 2)},
