@@ -22,14 +22,12 @@ def check_tensors(name: str, **arguments: Any) -> None:
         raise ValueError(f"{name}: {argument} must be a tensor, got {type(value).__name__}{advice}.")
 
 
-def check_plain(name: str, advice: str = "pass to_local()", **arguments: Any) -> None:
-    """Raise a ValueError for an argument that is no plain tensor or None. advice: for a DTensor, of which kernels see
-    a shard only.
-    """
+def check_plain(name: str, /, **arguments: Any) -> None:
+    """Raise a ValueError for an argument that is no plain tensor or None: of a DTensor, kernels see a shard alone."""
     check_tensors(name, **arguments)
     for argument, value in arguments.items():
         if hasattr(value, "device_mesh"):
-            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: {advice}.")
+            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: pass to_local().")
 
 
 def check_no_shape(name: str, weight: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, check_plain
+from tigon.kernels import autocast_device, autocast_dtype, check_tensors
 
 # Largest head dimension that fits the kernels' tiles.
 WIDEST = 256
@@ -19,7 +19,13 @@ def check_attention(
     name: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None, window: int | None
 ) -> None:  # fmt: skip
     """Raise a ValueError unless q is (N, H, D), k and v are (N, G, D) beside q, and the options are valid."""
-    check_plain(name, "pass to_local(), with the local rows' layout or offsets", q=q, k=k, v=v)
+    check_tensors(name, q=q, k=k, v=v)
+    for argument, t in (("q", q), ("k", k), ("v", v)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{name}: {argument} must be a plain tensor, got a DTensor: pass to_local(), with the local rows' "
+                "layout or offsets."
+            )
     if q.dim() != 3 or not q.dtype.is_floating_point:
         raise ValueError(f"{name}: q must be (N, H, D) floats, got {tuple(q.shape)} {q.dtype}.")
     N, H, D = q.shape
