@@ -1,9 +1,10 @@
-"""The FP8 recipe in fp64, written apart from the package: what its results are measured by."""
+"""The FP8 recipe in fp64, written apart from the package: what its results are measured by, and how."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def scale(amax: Tensor) -> Tensor:
@@ -64,3 +65,32 @@ class Shift(torch.autograd.Function):
 def error(got: Tensor, exact: Tensor) -> float:
     """‖got − exact‖ / ‖exact‖."""
     return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def same(ours, theirs) -> bool:
+    """Whether all results have the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_mean_errors_vanish(measure) -> None:
+    """Rounding is unbiased: the mean of 64 errors is an eighth of one. measure() → (results, exact results)."""
+    errors = []
+    for _ in range(64):
+        ours, exact = measure()
+        errors.append([a.double() - e for a, e in zip(ours, exact, strict=True)])
+    for each in zip(*errors, strict=True):
+        several = torch.stack(each)
+        typical = several.square().sum((1, 2)).mean().sqrt()
+        assert several.mean(0).norm() <= 1.25 * typical / 8
+
+
+def run_checkpointed(layer, x: Tensor, weights: list[Tensor], dys: list[Tensor], reentrant: bool) -> list[list[Tensor]]:
+    """Results of layer(x), and gradients of x and the weights: without a checkpoint, and with one."""
+    found = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=reentrant)):
+        for t in (x, *weights):
+            t.grad = None
+        ys = call(x)
+        torch.autograd.backward(ys, dys)
+        found.append([*ys, *(t.grad for t in (x, *weights))])
+    return found

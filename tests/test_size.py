@@ -15,14 +15,14 @@ LINES = {  # to the next 50
     "src/tigon/fusion": 15350,  # packed batches, whole layers, recurrences, images, adapted experts, relu layers
     "src/tigon/graph": 1250,
     "src/tigon/integrations": 5150,  # training without padding, also with images, captured steps, sentence-transformers
-    "src/tigon/kernels": 1900,
+    "src/tigon/kernels": 1850,
     "src/tigon/losses": 9150,
     "src/tigon/nn": 520,
-    "src/tigon/ops": 24700,  # FP8; the delta rule, Mamba-2, short convolutions, gated norms, adapted and 4-bit experts
+    "src/tigon/ops": 24650,  # FP8; the delta rule, Mamba-2, short convolutions, gated norms, adapted and 4-bit experts
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 76800,
+    "tests": 76650,
     "benchmarks": 18900,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cases.attention_peers import FlashCalls, two_flash_calls
 from cases.inputs import Draw, Expected, Inputs, Shape
@@ -55,11 +55,12 @@ class _Batch(NamedTuple):
     visible: Tensor | None
 
 
-# Of a layout: what a data loader would make once a batch. Layouts are not hashed by what they hold.
-_made: weakref.WeakKeyDictionary[PrefixLayout, dict[Any, Any]] = weakref.WeakKeyDictionary()
+L = TypeVar("L")
+# By layouts, or documents' offsets: what a data loader would make once a batch. No key is hashed by what it holds.
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _memoize(layout: PrefixLayout, make: Callable[[PrefixLayout], Any]) -> Any:
+def memoize(layout: L, make: Callable[[L], Any]) -> Any:
     made = _made.setdefault(layout, {})
     if make not in made:
         made[make] = make(layout)
@@ -127,7 +128,7 @@ def _make_mask(prefix: int, suffixes: tuple[int, ...], device: torch.device) -> 
 
 def _make_sdpa(batches: Callable[[PrefixLayout], Any]) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout) -> Tensor:
-        made, places = _memoize(layout, batches)
+        made, places = memoize(layout, batches)
         outputs = []
         for rows, visible in made:
             queries, keys, values = (t[rows].transpose(1, 2) for t in (q, k, v))
@@ -141,7 +142,7 @@ def _make_sdpa(batches: Callable[[PrefixLayout], Any]) -> Callable[..., Tensor]:
 
 
 def _run_flash(q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout) -> Tensor:
-    return two_flash_calls(q, k, v, _memoize(layout, FlashCalls.from_layout))
+    return two_flash_calls(q, k, v, memoize(layout, FlashCalls.from_layout))
 
 
 # --------------------------------------------------------------------------------------------------------------- flex
@@ -167,14 +168,15 @@ def _make_block_mask(layout: PrefixLayout) -> Any:
 
 
 @functools.cache
-def _load_flex() -> Callable[..., Any]:
+def load_flex(make_mask: Callable[[Any], Any]) -> Callable[..., Any]:
+    """FlexAttention with the mask that make_mask gives for a layout, or for documents' offsets."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Any = torch.compile(flex_attention, dynamic=True)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, layout: Any) -> Tensor:
         heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        mask = _memoize(layout, _make_block_mask)
+        mask = memoize(layout, make_mask)
         o: Tensor = compiled(*heads, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return o[0].transpose(0, 1)
 
@@ -269,7 +271,11 @@ def _make_op(name: str, ragged: bool, shapes: tuple[Shape, ...], extra: tuple[Sh
             "torch": Implementation(
                 lambda: _make_sdpa(_make_repeated_batches), note="SDPA, one sequence for each suffix"
             ),
-            "flex": Implementation(_load_flex, note="FlexAttention; its mask made once a batch", gpu_only=True),
+            "flex": Implementation(
+                functools.partial(load_flex, _make_block_mask),
+                note="FlexAttention; its mask made once a batch",
+                gpu_only=True,
+            ),
             "flash": Implementation(
                 lambda: _run_flash, note="torch's flash kernel over prefixes and suffixes, joined", gpu_only=True
             ),

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from cases.attention import make_square_product
+from cases.attention import load_flex, make_square_product, memoize
 from cases.inputs import Draw, Expected, Inputs, Shape
 from cases.row import Implementation, Op, tigon
 
@@ -38,17 +37,6 @@ def _make(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float
     return Inputs(arguments, ("q", "k", "v"), ("o",), (draw.normal(N, H, D),))
 
 
-# By offsets: what a data loader would make once a batch.
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _memoize(offsets: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    made = _made.setdefault(offsets, {})
-    if make not in made:
-        made[make] = make(offsets)
-    return made[make]
-
-
 def _make_spans(offsets: Tensor) -> list[slice]:
     return [slice(*span) for span in pairwise(offsets.tolist())]
 
@@ -65,12 +53,12 @@ def _run_dense(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """As transformers does for position_ids that restart, key heads repeated."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, attn_mask=_memoize(offsets, _make_mask))[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(*heads, attn_mask=memoize(offsets, _make_mask))[0].transpose(0, 1)
 
 
 def _run_one_by_one(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     outputs = []
-    for own in _memoize(offsets, _make_spans):
+    for own in memoize(offsets, _make_spans):
         heads = (t[own].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         o = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(o[0].transpose(0, 1))
@@ -84,7 +72,7 @@ def _load_flash() -> Callable[..., Tensor]:
     options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
 
     def attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-        longest = max(own.stop - own.start for own in _memoize(offsets, _make_spans))
+        longest = max(own.stop - own.start for own in memoize(offsets, _make_spans))
         shared = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in known else {}
         o: Tensor = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options, **shared)
         return o
@@ -102,21 +90,6 @@ def _make_block_mask(offsets: Tensor) -> Any:
         return (document[i] == document[j]) & (j <= i)
 
     return create_block_mask(visible, None, None, n, n, device=offsets.device, _compile=True)
-
-
-@functools.cache
-def _load_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Any = torch.compile(flex_attention, dynamic=True)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-        heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        mask = _memoize(offsets, _make_block_mask)
-        o: Tensor = compiled(*heads, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-        return o[0].transpose(0, 1)
-
-    return attention
 
 
 def _expect(inputs: Inputs) -> Expected:
@@ -179,7 +152,11 @@ OPS = (
             "tigon": Implementation(tigon("varlen_attention")),
             "eager": Implementation(lambda: _run_dense, note="SDPA with a dense mask, as in transformers"),
             "torch": Implementation(lambda: _run_one_by_one, note="SDPA, one call for each document"),
-            "flex": Implementation(_load_flex, note="FlexAttention; its mask made once a batch", gpu_only=True),
+            "flex": Implementation(
+                functools.partial(load_flex, _make_block_mask),
+                note="FlexAttention; its mask made once a batch",
+                gpu_only=True,
+            ),
             "flash": Implementation(_load_flash, note="torch's varlen_attn", gpu_only=True, where_installed=True),
         },
     ),

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import gc
+import inspect
+import textwrap
 import weakref
 
 import pytest
@@ -254,32 +256,6 @@ class Layer(nn.Module):
         return (hidden_states,)
 
 
-class ReturnsStream(nn.Module):
-    def forward(self, hidden_states, **kwargs):
-        residual = hidden_states
-        hidden_states = self.one(hidden_states)
-        hidden_states, _ = self.attention(hidden_states, **kwargs)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.two(hidden_states)
-        hidden_states = self.unit(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states, residual
-
-
-class NormsTwice(nn.Module):
-    def forward(self, hidden_states, **kwargs):
-        residual = hidden_states
-        hidden_states = self.one(hidden_states)
-        hidden_states, _ = self.attention(hidden_states, hidden_states, **kwargs)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.two(hidden_states)
-        hidden_states = self.unit(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states  # noqa: RET504
-
-
 class Attention(nn.Module):
     def forward(self, x, cos, sin, **kwargs):
         shape = (*x.shape[:-1], -1, 8)
@@ -292,35 +268,31 @@ class Attention(nn.Module):
         return a, None
 
 
-class GatesItsResult(nn.Module):
-    def forward(self, x, cos, sin, **kwargs):
-        shape = (*x.shape[:-1], -1, 8)
-        q = self.q(x).view(shape).transpose(1, 2)
-        k = self.k(x).view(shape).transpose(1, 2)
-        v = self.v(x).view(shape).transpose(1, 2)
-        q, k = rotate(q, k, cos, sin)
-        a = attend(q, k, v, **kwargs) * x
-        a = self.o(a)
-        return a, None
+def change(forward, before, after, tmp_path):
+    """The method with a part of its source exchanged, from a file of its own."""
+    source = textwrap.dedent(inspect.getsource(forward))
+    assert source.count(before) == 1
+    path = tmp_path / f"source_{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(source.replace(before, after))
+    names = {"rotate": rotate, "attend": attend}
+    exec(compile(path.read_text(), path, "exec"), names)
+    return names["forward"]
 
 
-class ClampsKeys(nn.Module):
-    def forward(self, x, cos, sin, **kwargs):
-        shape = (*x.shape[:-1], -1, 8)
-        q = self.q(x).view(shape).transpose(1, 2)
-        k = self.k(x).view(shape).transpose(1, 2)
-        v = self.v(x).view(shape).transpose(1, 2)
-        k = k.clamp(-1, 1)
-        q, k = rotate(q, k, cos, sin)
-        a = attend(q, k, v, **kwargs)
-        a = self.o(a)
-        return a, None
-
-
-def test_only_sources_of_this_form_are_cut():
-    assert read_layer(Layer.forward) == ("one", "attention", "two", "unit")
-    assert read_layer(ReturnsStream.forward) is None
-    assert read_layer(NormsTwice.forward) is None
-    assert read_attention(Attention.forward) == (("q", "k", "v"), (), "rotate", "o")
-    assert read_attention(GatesItsResult.forward) is None
-    assert read_attention(ClampsKeys.forward) is None
+def test_only_sources_of_this_form_are_cut(tmp_path):
+    whole = "one", "attention", "two", "unit"
+    assert read_layer(Layer.forward) == whole
+    for before, after, found in (
+        ("return (hidden_states,)", "return hidden_states", whole),
+        ("return (hidden_states,)", "return hidden_states, residual", None),
+        ("self.attention(hidden_states, mask", "self.attention(hidden_states, hidden_states", None),
+    ):
+        assert read_layer(change(Layer.forward, before, after, tmp_path)) == found
+    whole = ("q", "k", "v"), (), "rotate", "o"
+    assert read_attention(Attention.forward) == whole
+    for before, after, found in (
+        ("a = self.o(a)", "a = self.o(a)  # the same", whole),
+        ("attend(q, k, v, **kwargs)", "attend(q, k, v, **kwargs) * x", None),
+        ("q, k = rotate", "k = k.clamp(-1, 1)\n    q, k = rotate", None),
+    ):
+        assert read_attention(change(Attention.forward, before, after, tmp_path)) == found

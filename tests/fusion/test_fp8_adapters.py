@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import peft
 import transformers as T
 from fp8_recipe import Product
+from test_fp8_layers import rows, small_layers_pay  # noqa: F401 (a fixture)
 from torch import nn
 from zoo import BASE
 
@@ -28,12 +29,6 @@ from tigon.ops.fp8.frozen import ReplacedWeight
 KEEP, RELEASE = tigon.FP8(first=0), tigon.FP8(first=0, base="release")
 IDS = torch.randint(0, BASE["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@pytest.fixture(autouse=True)
-def small_layers_pay():
-    with fp8_layers.ignore_sizes():
-        yield
 
 
 def settle(model):
@@ -68,10 +63,6 @@ def same(one, other):
 def difference(found, truth):
     away = sum((found[1][n].float() - g.float()).square().sum() for n, g in truth[1].items())
     return float((away / sum(g.float().square().sum() for g in truth[1].values())).sqrt())
-
-
-def rows(fusion, fused=True):
-    return [row for row in fusion.report().rows if row.kind == "fp8" and row.fused == fused]
 
 
 def bases(model):

@@ -20,7 +20,7 @@ from tigon.fusion.engine.part import REGISTRY, ModulePart, Part, Stage, list_kin
 from tigon.fusion.engine.patch import Patch, plain_forward
 from tigon.fusion.engine.probe import CASES, build_probe, recognition, run
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.parts.mlp import recognize_mlp
+from tigon.fusion.parts.mlp_formula import recognize_mlp
 from tigon.ops import acts
 
 ROOT = Path(__file__).parents[2]
@@ -226,8 +226,8 @@ def test_a_part_may_act_on_the_whole_model_and_again_when_the_model_changes(tria
 
 
 def test_every_file_registers_one_part():
-    recognized = [part.recognize if isinstance(part, ModulePart) else type(part) for part in REGISTRY]
-    assert tuple(r.__module__.removeprefix("tigon.fusion.parts.") for r in recognized) == tigon.fusion.parts.FILES
+    run = [part.forward if isinstance(part, ModulePart) else type(part) for part in REGISTRY]
+    assert tuple(r.__module__.removeprefix("tigon.fusion.parts.") for r in run) == tigon.fusion.parts.FILES
     assert set(list_kinds()) == tigon.PARTS
     for part in REGISTRY:
         assert not isinstance(part, ModulePart) or part.stage is Stage.MODULE

@@ -13,7 +13,7 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.activation import recognize_activation
 from tigon.fusion.parts.experts import recognize_experts
-from tigon.fusion.parts.mlp import recognize_mlp
+from tigon.fusion.parts.mlp_formula import recognize_mlp
 from tigon.fusion.parts.norm import Norm, recognize_norm
 from tigon.fusion.parts.rotary_formula import recognize_rotary
 

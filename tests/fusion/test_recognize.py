@@ -11,7 +11,7 @@ import tigon
 from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.activation import QUICK, recognize_activation
-from tigon.fusion.parts.mlp import Gated, recognize_mlp
+from tigon.fusion.parts.mlp_formula import Gated, recognize_mlp
 from tigon.fusion.parts.norm import Norm, recognize_norm
 from tigon.fusion.parts.norm_formula import Gate as NormGate
 from tigon.fusion.parts.rotary_formula import Turn, read_arguments, recognize_rotary

@@ -401,32 +401,33 @@ def test_no_hooks_without_gradients_or_after_removal(device):
     assert fusion.report().tensors_not_kept == 0
 
 
-def adapted(device, dtype, targets, levels):
-    """Gradients of a Llama's adapters, and what was not kept, by level."""
+def adapted(device, dtype, targets, levels, use_dora=False, autocast=False, **options):
+    """Gradients of a Llama's adapters and the forward pass's report, by level; and the size of a layer's input."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=use_dora)
     model = peft.get_peft_model(build("llama").to(device, dtype), config)
     model.enable_input_require_grads()  # as the Trainer does under checkpointing
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     inputs = {k: v.to(device) for k, v in batch("llama").items()}
-    gradients, left_out = {}, {}
+    gradients, reports = {}, {}
     for level in levels:
         model.zero_grad()
-        with tigon.fuse(model, recompute=level) as fusion:
-            loss = model(**inputs).loss
-            left_out[level] = fusion.report().tensors_not_kept
+        with tigon.fuse(model, recompute=level, **options) as fusion:
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss = model(**inputs).loss
+            reports[level] = fusion.report()
             loss.backward()
         gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return gradients, left_out
+    return gradients, reports, inputs["input_ids"].numel() * model.config.hidden_size
 
 
 def test_adapters_save_recipes_too(device):
     targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-    gradients, left_out = adapted(device, torch.float32, targets, ("none", "cheap", "mlp"))
+    gradients, reports, _ = adapted(device, torch.float32, targets, ("none", "cheap", "mlp"))
     # Two norms in each of two layers; and the product of a gate, which the adapter of down_proj saves where no kernel
     # makes the product again.
-    assert left_out["cheap"] == (4 if device.type == "cuda" else 6)
+    assert reports["cheap"].tensors_not_kept == (4 if device.type == "cuda" else 6)
     assert_same_bits(gradients["cheap"], gradients["none"])
     assert_same_bits(gradients["mlp"], gradients["none"])
 
@@ -434,25 +435,12 @@ def test_adapters_save_recipes_too(device):
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_what_peft_widens_and_autocast_narrows_again_is_left_out(use_dora, device):
     """Each adapter that is left to PEFT widens its input to fp32, and autocast narrows that: two casts in a row."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
-    config.use_dora = use_dora
-    model = peft.get_peft_model(build("llama").to(device, torch.bfloat16), config)
-    model.enable_input_require_grads()
-    inputs = {k: v.to(device) for k, v in batch("llama").items()}
-    gradients, left_out = {}, {}
-    for level in ("none", "cheap"):
-        model.zero_grad()
-        with tigon.fuse(model, recompute=level, parts=tigon.PARTS - {"adapters"}) as fusion:
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = model(**inputs).loss
-            left_out[level] = fusion.report().bytes_not_kept
-            loss.backward()
-        gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    tokens, width = inputs["input_ids"].numel(), model.config.hidden_size
+    gradients, reports, stream = adapted(
+        device, torch.bfloat16, ["q_proj", "v_proj", "gate_proj"], ("none", "cheap"), use_dora, autocast=True,
+        parts=tigon.PARTS - {"adapters"},
+    )  # fmt: skip
     # Of two layers: what q, v and gate keep, each a copy of its own, is the results of two norms.
-    assert left_out["cheap"] >= 2 * 2 * tokens * width * 2
+    assert reports["cheap"].bytes_not_kept >= 2 * 2 * stream * 2
     assert_same_bits(gradients["cheap"], gradients["none"])
 
 

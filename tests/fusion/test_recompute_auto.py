@@ -13,6 +13,7 @@ from tigon.fusion.memory.auto import LEAST_BYTES, Choice, Extent
 from tigon.fusion.memory.estimate import step_memory
 
 pytest.importorskip("transformers")
+from test_recompute import deterministic  # noqa: F401
 from zoo import batch, build
 
 from tigon.presets import auto_class, preset_config
@@ -28,14 +29,6 @@ def between(monkeypatch):
         monkeypatch.setattr(auto, "LEAST_WORK", tokens * 32**2)
 
     return least
-
-
-@pytest.fixture(autouse=True)
-def deterministic(device):
-    """Attention's gradient adds in any order on a GPU."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 # ----------------------------------------------------------------------------------------------------------- the rule

@@ -384,12 +384,16 @@ def test_switching_merging_scaling(pair):
     assert ran(fusion) == 14
 
 
+def add_other(model, targets=ALL):
+    torch.manual_seed(7)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    return model
+
+
 def test_adapters_that_come_change_and_go(pair):
     plain, model, fusion = pair
     for m in (plain, model):
-        torch.manual_seed(7)
-        m.add_adapter("other", peft.LoraConfig(r=2, target_modules=ALL, init_lora_weights=False))
-        m.set_adapter("other")
+        add_other(m).set_adapter("other")
     assert_same_loss(plain, model)
     assert ran(fusion) == 14
     for m in (plain, model):
@@ -408,9 +412,7 @@ def test_adapters_on_layers_that_had_none():
     plain, model = adapted(targets=["q_proj"]), adapted(targets=["q_proj"])
     fusion = tigon.fuse(model)
     for m in (plain, model):
-        torch.manual_seed(7)
-        m.add_adapter("other", peft.LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
-        m.set_adapter("other")
+        add_other(m, MLP).set_adapter("other")
     assert_same_loss(plain, model)
     assert ran(fusion) == 6
     assert rows_of(fusion)["LoRA: gate_proj, up_proj in one"] == 4
@@ -430,9 +432,7 @@ def test_adapters_that_come_after_fuse():
 def test_batches_that_mix_adapters(pair):
     plain, model, fusion = pair
     for m in (plain, model):
-        torch.manual_seed(7)
-        m.add_adapter("other", peft.LoraConfig(r=2, target_modules=ALL, init_lora_weights=False))
-        m.eval()
+        add_other(m).eval()
     names = ["default", "other"]
     with torch.no_grad():
         got, expected = (m(**batch(), adapter_names=names).loss for m in (model, plain))

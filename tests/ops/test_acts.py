@@ -9,7 +9,7 @@ from torch import nn
 
 import tigon
 from tigon.fusion.parts.experts import recognize_experts
-from tigon.fusion.parts.mlp import recognize_mlp
+from tigon.fusion.parts.mlp_formula import recognize_mlp
 from tigon.kernels import HAS_TRITON, jit
 from tigon.ops.acts import ACTS, Act, Activation, silu
 from tigon.ops.gated import gated_unit

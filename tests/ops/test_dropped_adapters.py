@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters_made import draw_layers
 from numerics import check, evaluate
 
 import tigon
@@ -26,19 +27,7 @@ SCALES = (2.0, 0.5, 1.7)
 
 
 def drawn(rows=(3, 5), H=64, widths=(48, 16, 16), ranks=(4, 4, 4), dtype=torch.float32, adapter=None):
-    def make(generator, device="cpu"):
-        def draw(shape, std, dtype):
-            return (torch.randn(shape, generator=generator) * std).to(dtype).to(device)
-
-        tensors = [draw((*rows, H), 1.0, dtype)]
-        for N, r in zip(widths, ranks, strict=True):
-            tensors += [
-                draw((N, H), H**-0.5, dtype), draw((r, H), H**-0.5, adapter or dtype),
-                draw((N, r), r**-0.5, adapter or dtype),
-            ]  # fmt: skip
-        return tensors
-
-    return make
+    return draw_layers(rows, [(N, H) for N in widths], ranks, dtype, adapter)
 
 
 def layers_of(tensors, p=P):
@@ -186,19 +175,7 @@ SIZES = ((N, H), (N, H), (H, N))
 
 
 def drawn_mlp(rows, dtype=torch.bfloat16, ranks=(8, 8, 8), adapter=None):
-    def make(generator, device="cpu"):
-        def draw(shape, std, dtype):
-            return (torch.randn(shape, generator=generator) * std).to(dtype).to(device)
-
-        tensors = [draw((rows, H), 1.0, dtype)]
-        for (wide, deep), r in zip(SIZES, ranks, strict=True):
-            own = adapter or dtype
-            tensors += [
-                draw((wide, deep), deep**-0.5, dtype), draw((r, deep), deep**-0.5, own), draw((wide, r), 0.5, own)
-            ]  # fmt: skip
-        return tensors
-
-    return make
+    return draw_layers((rows,), SIZES, ranks, dtype, adapter, b=0.5)
 
 
 def mlp(x, *tensors, p=P):

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_recipe import Product, bf16, error
+from fp8_recipe import Product, assert_mean_errors_vanish, bf16, error, run_checkpointed, same
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
@@ -61,10 +61,6 @@ def run(x, weights, biases, dys, options=OPTIONS[0], store=None, norm=None):
     ys = multiply(source, store or JointWeight(), weights, biases, options)
     torch.autograd.backward(ys, dys)
     return [*(y.detach() for y in ys), *(t.grad for t in inputs)]
-
-
-def same(ours, theirs):
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -145,19 +141,13 @@ def test_a_stream_in_fp32(device):
 
 
 def test_mean_errors_vanish(device):
-    """Rounding is unbiased: the mean of 64 errors is an eighth of one."""
-    errors = []
-    for _ in range(64):
+    def measure():
         x = draw(8, K, device=device).requires_grad_()
         weights, biases = draw_layers(device, biased=False)
         dys = [draw(8, n, device=device) for n in SIZES]
-        ours = run(x, weights, biases, dys)
-        exact = emulate(x, weights, biases, dys, rounds=False)
-        errors.append([a.double() - e for a, e in zip(ours, exact, strict=True)])
-    for each in zip(*errors, strict=True):
-        several = torch.stack(each)
-        typical = several.square().sum((1, 2)).mean().sqrt()
-        assert several.mean(0).norm() <= 1.25 * typical / 8
+        return run(x, weights, biases, dys), emulate(x, weights, biases, dys, rounds=False)
+
+    assert_mean_errors_vanish(measure)
 
 
 def test_masked_tokens_and_large_ones(device):
@@ -281,15 +271,7 @@ def test_checkpoints_give_the_same_bits(reentrant, device):
         total, normed = norm_to_rows(x, x, norm_weight, eps=1e-5, offset=0.0, cast="llama")
         return (*multiply(normed, JointWeight(), weights, biases, Products()), total)
 
-    inputs = [x, norm_weight, *weights, *biases]
-    found = []
-    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=reentrant)):
-        for t in inputs:
-            t.grad = None
-        ys = call(x)
-        torch.autograd.backward(ys, [*dys, torch.ones_like(ys[-1])])
-        found.append([*ys, *(t.grad for t in inputs)])
-    assert same(*found)
+    assert same(*run_checkpointed(layer, x, [norm_weight, *weights, *biases], [*dys, torch.ones_like(x)], reentrant))
 
 
 def test_a_checkpoints_hooks_see_what_is_saved(device):

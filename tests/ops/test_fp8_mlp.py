@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from fp8_recipe import Product, Shift, bf16, error, narrow, scale
+from fp8_recipe import Product, Shift, assert_mean_errors_vanish, bf16, error, narrow, run_checkpointed, same, scale
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils.checkpoint import checkpoint
 
 import tigon
 from tigon.ops.acts import ACTS
@@ -91,10 +90,6 @@ def run(x, weights, biases, dy, unit=UNITS[0], given=None, saved_by=None):
     return [y.detach(), *(t.grad for t in inputs)]
 
 
-def same(ours, theirs):
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("unit", UNITS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 21, H), (1, H), (H,)])
@@ -134,19 +129,13 @@ def test_gate_and_up_as_one_weight(device):
 
 
 def test_mean_errors_vanish(device):
-    """Rounding is unbiased: the mean of 64 errors is an eighth of one."""
-    errors = []
-    for _ in range(64):
+    def measure():
         x = draw(8, H, device=device).requires_grad_()
         weights, biases = draw_layers(device, biased=False)
         dy = draw(8, M, device=device)
-        ours = run(x, weights, biases, dy)
-        exact = emulate(x, weights, biases, dy, UNITS[0], rounds=False)
-        errors.append([a.double() - e for a, e in zip(ours, exact, strict=True)])
-    for each in zip(*errors, strict=True):
-        several = torch.stack(each)
-        typical = several.square().sum((1, 2)).mean().sqrt()
-        assert several.mean(0).norm() <= 1.25 * typical / 8
+        return run(x, weights, biases, dy), emulate(x, weights, biases, dy, UNITS[0], rounds=False)
+
+    assert_mean_errors_vanish(measure)
 
 
 def list_saved(call):
@@ -241,15 +230,7 @@ def test_checkpoints_give_the_same_bits(unit, reentrant, device):
         total, normed = norm_to_rows(x, x, norm_weight, eps=1e-5, offset=0.0, cast="llama")
         return multiply_gated(normed, stores(), weights, biases, unit), total
 
-    inputs = [x, norm_weight, *weights, *biases]
-    found = []
-    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=reentrant)):
-        for t in inputs:
-            t.grad = None
-        y, total = call(x)
-        torch.autograd.backward([y, total], [dy, torch.ones_like(total)])
-        found.append([y, *(t.grad for t in inputs)])
-    assert same(*found)
+    assert same(*run_checkpointed(layer, x, [norm_weight, *weights, *biases], [dy, torch.ones_like(x)], reentrant))
 
 
 def test_policies_hooks_and_retained_graphs_give_the_same_bits(device):

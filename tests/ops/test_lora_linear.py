@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters_made import draw_layers
 from numerics import check, evaluate
 from test_invariants import Work
 
@@ -41,22 +42,7 @@ def as_peft(*tensors, scales):
 
 
 def made(rows=(3, 5), H=64, widths=(48, 16, 16), ranks=(4, 4, 4), dtype=torch.bfloat16, adapter=None, bias=False):
-    """A function of a generator, for `check`."""
-    adapter = adapter or dtype
-
-    def make(generator, device="cpu"):
-        def draw(shape, scale, dtype):
-            return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
-
-        tensors = [draw((*rows, H), 1.0, dtype)]
-        for N, r in zip(widths, ranks, strict=True):
-            tensors += [
-                draw((N, H), H**-0.5, dtype), draw((r, H), H**-0.5, adapter), draw((N, r), r**-0.5, adapter),
-                draw((N,), 1.0, dtype) if bias else None,
-            ]  # fmt: skip
-        return tensors
-
-    return make
+    return draw_layers(rows, [(N, H) for N in widths], ranks, dtype, adapter, bias=float(bias))
 
 
 def wanted(tensors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from adapters_made import draw_layers
 from numerics import check
 from torch.nn import functional as F
 
@@ -16,20 +17,8 @@ H, N, SCALES = 48, 72, (2.0, 0.5, 1.5)
 
 
 def drawn(generator, rows, dtype, device, ranks=(8, 8, 8), bias=False, adapters=None):
-    def draw(*shape, std=1.0):
-        return (torch.randn(*shape, generator=generator) * std).to(device)
-
-    tensors = [draw(rows, H).to(dtype)]
-    for (wide, deep), r in zip(((N, H), (N, H), (H, N)), ranks, strict=True):
-        own = adapters or dtype
-        tensors += [
-            draw(wide, deep, std=deep**-0.5).to(dtype),
-            draw(r, deep, std=deep**-0.5).to(own),
-            draw(wide, r, std=0.5).to(own),
-        ]
-    if bias:
-        tensors.append(draw(H).to(dtype))
-    return tuple(tensors)
+    tensors = draw_layers((rows,), ((N, H), (N, H), (H, N)), ranks, dtype, adapters, b=0.5)(generator, device)
+    return (*tensors, *([torch.randn(H, generator=generator).to(device, dtype)] if bias else []))
 
 
 def layers_of(tensors, frozen=True):

@@ -1,4 +1,4 @@
-"""mamba2_scan: the definition, transformers' function, documents apart from one another, states, hard inputs."""
+"""mamba2_scan: the definition, transformers' function, states, hard inputs."""
 
 import inspect
 import itertools
@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from test_gated_delta_rule import count_up
 
 import tigon
 from tigon.ops.gated_delta_rule import reference
 from tigon.ops.mamba2_scan import mamba2_scan_reference
 from tigon.ops.mamba2_scan.launches import choose_split
 
-LENGTHS = [5, 0, 17, 1, 40]
 NAMES = "y", "dx", "ddt", "dA", "dB", "dC", "dD", "ddt_bias"
 
 
@@ -24,10 +24,6 @@ def draw(T, batch=1, G=1, H=2, N=16, P=16, dtype=torch.float32, device="cpu", se
     x, dt, A, B, C, D, bias, dy = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
     x, dt, B, C, dy = (t.to(dtype) for t in (x, dt, B, C, dy))
     return [x, dt, -A.exp(), B, C, D, bias, dy]
-
-
-def count_up(lengths, device="cpu"):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def compute(tensors, fn=tigon.mamba2_scan, **options):
@@ -103,41 +99,12 @@ def test_bf16_is_as_right_as_transformers_fp32(device, triton_backend):
         assert (a - c).abs().mean() <= 2 * (b - c).abs().mean() + 1e-6 * c.abs().mean(), name
 
 
-def test_a_document_does_not_depend_on_its_neighbours(device, triton_backend):
-    """Bit for bit, wherever the document stands, and whatever the others hold."""
-    own = draw(70, H=18, device=device, dtype=torch.bfloat16, seed=1)
-    alone = compute(own, offsets=count_up([70], device))
-    around = draw(8, H=18, device=device, dtype=torch.bfloat16)
-    rows = [
-        torch.cat((t[:, :3], mine, t[:, 3:]), 1) if mine.dim() > 1 else mine
-        for t, mine in zip(around, own, strict=True)
-    ]
-    got = compute(rows, offsets=count_up([3, 0, 70, 5, 0, 0], device))
-    for one, other in zip(got, alone, strict=True):
-        assert other.dim() == 1 or torch.equal(one[:, 3:73], other)
-    for one, other in zip(compute(own), alone, strict=True):  # nor on whether there are offsets
-        assert torch.equal(one, other)
-
-
 @pytest.mark.gpu
 def test_gradients_repeat_bit_for_bit_at_the_widths_of_models(device, triton_backend):
     tensors = draw(2000, H=128, N=128, P=64, dtype=torch.bfloat16, device=device)
     first = compute(tensors)
     for _ in range(10):
         assert all(torch.equal(one, other) for one, other in zip(compute(tensors), first, strict=True))
-
-
-def test_what_is_not_finite_stays_in_its_document(device, triton_backend):
-    tensors = draw(sum(LENGTHS), device=device)
-    offsets = count_up(LENGTHS, device)
-    clean = compute(tensors, offsets=offsets)
-    for at in (0, 3, 4):
-        tensors[at][:, 5:22] = torch.nan  # the third document
-    for got, expected in zip(compute(tensors, offsets=offsets), clean, strict=True):
-        if got.dim() > 1:
-            others = (torch.arange(63) < 5) | (torch.arange(63) >= 22)
-            assert torch.equal(got[:, others], expected[:, others])
-            assert not got[:, 5:22].isfinite().any()
 
 
 def test_a_sequence_in_two_calls_is_the_sequence(device, backend):
@@ -185,11 +152,3 @@ def test_a_groups_heads_are_divided_evenly():
             assert heads % split == 0
             assert heads // split <= 8
     assert [choose_split(*sizes) for sizes in ((128, 1), (64, 2), (24, 1), (112, 8), (4, 4))] == [16, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize("wrong", [[0, 30, 20, 40], [1, 20, 30, 40], [0, 20, 30, 39]], ids=str)
-def test_wrong_offsets_give_nan_and_read_nothing_outside(wrong, device, triton_backend, monkeypatch):
-    """As on a GPU, where the host does not look. dD depends on no state."""
-    monkeypatch.setattr("tigon.ops.offsets.is_concrete", lambda t: False)
-    results = compute(draw(40, device=device), offsets=torch.tensor(wrong, device=device))
-    assert all(result.isnan().all() for name, result in zip(NAMES, results, strict=True) if name != "dD")

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters_made import draw_layers
 from numerics import check, evaluate
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,21 +111,7 @@ def as_peft(*tensors, scales, kind):
 
 
 def made(rows=(3, 5), H=64, widths=(48, 16, 16), ranks=(4, 1, 3), dtype=torch.bfloat16, adapter=None):
-    """A function of a generator, for `check`."""
-
-    def make(generator, device="cpu"):
-        def draw(shape, scale, dtype):
-            return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
-
-        tensors = [draw((*rows, H), 1.0, dtype)]
-        for N, r in zip(widths, ranks, strict=True):
-            tensors += [
-                draw((N, H), 0.3 * H**-0.5, dtype), draw((r, H), H**-0.5, adapter or dtype),
-                draw((N, r), r**-0.5, adapter or dtype),
-            ]  # fmt: skip
-        return tensors
-
-    return make
+    return draw_layers(rows, [(N, H) for N in widths], ranks, dtype, adapter, weight=0.3)
 
 
 WANTED = [i for i in range(10) if i % 3 != 1]  # all but the frozen weights

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapters_made import draw_layers
 from numerics import check
 from torch.nn import functional as F
 
@@ -16,20 +17,7 @@ TRAINED = (0, 2, 3, 4, 6, 7, 8, 10, 11, 12)  # x, and A, B and bias of each laye
 
 
 def drawn(rows, dtype=torch.bfloat16, adapters=None, ranks=(4, 4, 4)):
-    def make(generator, device="cpu"):
-        def draw(shape, std, dtype):
-            return (torch.randn(shape, generator=generator) * std).to(dtype).to(device)
-
-        tensors = [draw((rows, H), 1.0, dtype)]
-        for (wide, deep), r in zip(((N, H), (N, H), (H, N)), ranks, strict=True):
-            own = adapters or dtype
-            tensors += [
-                draw((wide, deep), deep**-0.5, dtype), draw((r, deep), deep**-0.5, own), draw((wide, r), 0.5, own),
-                draw((wide,), 0.5, dtype),
-            ]  # fmt: skip
-        return tensors
-
-    return make
+    return draw_layers((rows,), ((N, H), (N, H), (H, N)), ranks, dtype, adapters, b=0.5, bias=0.5)
 
 
 def layers_of(tensors):

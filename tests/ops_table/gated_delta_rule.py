@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from ops_table.chunked_scan import run_by_document, run_chunks
 from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.gated_delta_rule import gated_delta_rule_reference
 
@@ -37,41 +38,18 @@ def _eager(q, k, v, g, beta, initial_state=None, offsets=None, scale=None, norma
 
     transformers itself computes in fp32: test_gated_delta_rule.py compares with its functions.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide, narrow = torch.promote_types(q.dtype, torch.float32), q.dtype
     if offsets is not None:
-        rows = [slice(start, stop) for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-        states = [None] * len(rows) if initial_state is None else initial_state.split(1)
-        parts = [
-            _eager(*(t[:, own] for t in (q, k, v, g, beta)), S, None, scale, normalize, True)
-            for own, S in zip(rows, states, strict=True)
-        ]
-        o, S = (torch.cat(t, dim) for t, dim in zip(zip(*parts, strict=True), (1, 0), strict=True))
+        o, S = run_by_document(
+            lambda *own: _eager(*own, None, scale, normalize, True), (q, k, v, g, beta), offsets, initial_state
+        )
         return (o, S) if return_state else o
-    narrow = q.dtype
     if normalize:
         q, k = ((t.to(wide) * (t.to(wide).square().sum(-1, keepdim=True) + 1e-6).rsqrt()) for t in (q, k))
     q, k = (t.to(narrow).repeat_interleave(v.shape[2] // t.shape[2], 2).transpose(1, 2) for t in (q, k))
     v, g, beta = v.transpose(1, 2), g.transpose(1, 2).to(wide), beta.transpose(1, 2).to(wide)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    S = v.new_zeros((*v.shape[:2], k.shape[-1], v.shape[-1]), dtype=wide) if initial_state is None else initial_state
-    S, o = S.to(wide), [v[:, :, :0]]
-    for start in range(0, q.shape[2], 64):
-        qc, kc, vc, gc, bc = (t[:, :, start : start + 64] for t in (q, k, v, g, beta))
-        a = gc.cumsum(-1)
-        n = len(a[0, 0])
-        decay = (a.unsqueeze(-1) - a.unsqueeze(-2)).masked_fill(
-            ~torch.ones(n, n).bool().tril().to(a.device), -torch.inf
-        )
-        solve = (kc @ kc.transpose(-1, -2)).to(wide) * decay.exp() * bc.unsqueeze(-1)
-        eye = torch.eye(n, dtype=wide, device=a.device).expand_as(solve)
-        inverse = torch.linalg.solve_triangular(solve, eye, upper=False, unitriangular=True).to(narrow)
-        values = inverse @ (vc * bc.unsqueeze(-1)).to(narrow)
-        x = values - inverse @ (kc * (bc * a.exp()).unsqueeze(-1)).to(narrow) @ S.to(narrow)
-        attend = ((qc @ kc.transpose(-1, -2)).to(wide) * decay.exp()).to(narrow)
-        o.append(((qc * a.exp().unsqueeze(-1)).to(narrow) @ S.to(narrow) + attend @ x) * scale)
-        last = (kc * (a[..., -1:] - a).exp().unsqueeze(-1)).to(narrow)
-        S = S * a[..., -1].exp()[..., None, None] + last.transpose(-1, -2) @ x
-    o = torch.cat(o, 2).transpose(1, 2).contiguous()
+    o, S = run_chunks(q, k, v, g, beta, initial_state)
+    o = (o * (q.shape[-1] ** -0.5 if scale is None else scale)).transpose(1, 2).contiguous()
     return (o, S) if return_state else o
 
 
@@ -108,7 +86,7 @@ GATED_DELTA_RULE = Op(
         Bad(_bad(beta=torch.ones(1, 5, 4).int()), r"beta must be floats on \S+, got torch.int32 on "),
         Bad(
             _bad(initial_state=torch.ones(2, 4, 8, 6)),
-            r"initial_state must be \(1, 4, 8, 6\), a state per head of each",
+            r"initial_state must be \(1, 4, 8, 6\), a state of each",
         ),
         Bad(_bad(initial_state=torch.ones(1, 4, 8, 6), offsets=RIGHT), r"initial_state must be \(2, 4, 8, 6\), .*got"),
         Bad(_bad(), r"scale must be positive, got 0.0\.", {"scale": 0.0}),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from ops_table.chunked_scan import run_by_document, run_chunks
 from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.mamba2_scan import mamba2_scan_reference
 
@@ -45,37 +46,22 @@ def _eager(
 
     transformers itself computes in fp32: test_mamba2_scan.py compares with its function.
     """
-    wide, narrow = torch.promote_types(x.dtype, torch.float32), x.dtype
+    wide = torch.promote_types(x.dtype, torch.float32)
     if offsets is not None:
-        rows = [slice(start, stop) for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-        states = [None] * len(rows) if initial_state is None else initial_state.split(1)
         options = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_state": True}
-        parts = []
-        for own, S in zip(rows, states, strict=True):
-            x_, dt_, B_, C_ = (t[:, own] for t in (x, dt, B, C))
-            parts.append(_eager(x_, dt_, A, B_, C_, D, dt_bias, S, **options))
-        y, S = (torch.cat(t, dim) for t, dim in zip(zip(*parts, strict=True), (1, 0), strict=True))
+        y, S = run_by_document(
+            lambda x, dt, B, C, S: _eager(x, dt, A, B, C, D, dt_bias, S, **options), (x, dt, B, C), offsets,
+            initial_state,
+        )  # fmt: skip
         return (y, S) if return_state else y
     steps = dt if dt_bias is None else dt + dt_bias
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit).to(wide)
     g, steps = (steps * A.to(wide)).transpose(1, 2), steps.transpose(1, 2)
     k, q = (t.repeat_interleave(x.shape[2] // t.shape[2], 2).transpose(1, 2) for t in (B, C))
-    v = x.transpose(1, 2)
-    S = v.new_zeros((*v.shape[:2], v.shape[-1], k.shape[-1]), dtype=wide) if initial_state is None else initial_state
-    S, y = S.to(wide).transpose(-1, -2), [v[:, :, :0]]
-    for start in range(0, q.shape[2], 64):
-        qc, kc, vc, gc, bc = (t[:, :, start : start + 64] for t in (q, k, v, g, steps))
-        a = gc.cumsum(-1)
-        n = a.shape[-1]
-        seen = torch.ones(n, n, dtype=torch.bool, device=a.device).tril()
-        decay = (a.unsqueeze(-1) - a.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
-        values = (vc * bc.unsqueeze(-1)).to(narrow)
-        attend = ((qc @ kc.transpose(-1, -2)).to(wide) * decay).to(narrow)
-        y.append((qc * a.exp().unsqueeze(-1)).to(narrow) @ S.to(narrow) + attend @ values)
-        last = (kc * (a[..., -1:] - a).exp().unsqueeze(-1)).to(narrow)
-        S = S * a[..., -1].exp()[..., None, None] + last.transpose(-1, -2) @ values
-    y = torch.cat(y, 2).transpose(1, 2)
-    y = (y if D is None else y + x * D.to(narrow).unsqueeze(-1)).contiguous()
+    S = None if initial_state is None else initial_state.transpose(-1, -2)
+    y, S = run_chunks(q, k, x.transpose(1, 2), g, steps, S, corrects=False)
+    y = y.transpose(1, 2)
+    y = (y if D is None else y + x * D.to(x.dtype).unsqueeze(-1)).contiguous()
     return (y, S.transpose(-1, -2)) if return_state else y
 
 
@@ -124,7 +110,7 @@ MAMBA2_SCAN = Op(
         Bad(_bad(dt_bias=torch.ones(4).int()), r"dt_bias must be floats on \S+, got torch.int32 on "),
         Bad(
             _bad(initial_state=torch.ones(2, 4, 6, 8)),
-            r"initial_state must be \(1, 4, 6, 8\), a state per head of each",
+            r"initial_state must be \(1, 4, 6, 8\), a state of each",
         ),
         Bad(_bad(initial_state=torch.ones(1, 4, 6, 8), offsets=RIGHT), r"initial_state must be \(2, 4, 6, 8\), .*got"),
         Bad(

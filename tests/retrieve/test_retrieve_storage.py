@@ -434,15 +434,20 @@ def test_flipped_bits_of_a_journal_are_found_and_repair_keeps_what_is_before(tmp
     mended.close()
 
 
-def test_half_a_record_is_cut_off_and_zeros_too(tmp_path):
-    made(list).save(tmp_path / "a")
-    index = Index.open(tmp_path / "a")
+def delete_twice(folder):
+    """The journal of an index from which items 5 and 6 were deleted, its content, and its size after the first."""
+    made(list).save(folder)
+    index = Index.open(folder)
     index.delete([5])
     size = index.journal.size
     index.delete([6])
     index.close()
-    path = tmp_path / "a" / "snapshot-000001" / "journal"
-    good = path.read_bytes()
+    path = folder / "snapshot-000001" / "journal"
+    return path, path.read_bytes(), size
+
+
+def test_half_a_record_is_cut_off_and_zeros_too(tmp_path):
+    path, good, size = delete_twice(tmp_path / "a")
     for content in (*(good[:end] for end in range(size, len(good), 7)), good[:size] + b"\0" * 100):
         path.write_bytes(content)
         again = Index.open(tmp_path / "a")
@@ -453,14 +458,7 @@ def test_half_a_record_is_cut_off_and_zeros_too(tmp_path):
 
 def test_zeros_before_a_record_are_no_end(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "PIECE", 64)
-    made(list).save(tmp_path / "a")
-    index = Index.open(tmp_path / "a")
-    index.delete([5])
-    size = index.journal.size
-    index.delete([6])
-    index.close()
-    path = tmp_path / "a" / "snapshot-000001" / "journal"
-    good = path.read_bytes()
+    path, good, size = delete_twice(tmp_path / "a")
     path.write_bytes(good[:size] + b"\0" * 1000 + good[size:])
     with pytest.raises(ValueError, match=r"of the journal .*repair=True"):
         Index.open(tmp_path / "a")

@@ -12,7 +12,7 @@ graph_capture  whether a CUDA graph is being captured, or rehearsed
 arguments      checks callers' tensors, layers and keywords
 """
 
-from tigon.kernels.arguments import Layer, check_no_shape, check_tensors, unknown_keyword, weight_and_bias
+from tigon.kernels.arguments import Layer, check_no_shape, check_plain, check_tensors, unknown_keyword, weight_and_bias
 from tigon.kernels.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.kernels.autograd import (
     SymInt,
@@ -39,77 +39,20 @@ from tigon.kernels.device import (
     register_limit,
     shared_memory,
 )
-from tigon.kernels.dispatch import (
-    BACKENDS,
-    DTYPES,
-    INTERPRET,
-    use_backend,
-    use_triton,
-    why_not_triton,
-)
+from tigon.kernels.dispatch import BACKENDS, DTYPES, INTERPRET, use_backend, use_triton, why_not_triton
 from tigon.kernels.graph_capture import find_capture, is_captured, rehearsal
 from tigon.kernels.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.kernels.launch_cache import Plan, launch
 from tigon.kernels.row_parts import Parts, cut_rows, find_sum_parts, fold_warps, part_tile
-from tigon.kernels.rows import cdiv, empty_rows, in_order, memory_order, next_power_of_2, row_groups, uneven, view_rows
-
-__all__ = [
-    "BACKENDS",
-    "DTYPES",
-    "HAS_TRITON",
-    "INTERPRET",
-    "Layer",
-    "Parts",
-    "Plan",
-    "SymInt",
-    "add_anchor",
-    "autocast_as",
-    "autocast_device",
-    "autocast_dtype",
-    "bind_apply",
-    "can_describe",
-    "cdiv",
-    "check_no_shape",
-    "check_tensors",
-    "cut_rows",
-    "describe",
-    "differentiable",
-    "differentiable_directly",
-    "do_not_specialize",
-    "empty_rows",
-    "find_capture",
-    "find_sum_parts",
-    "fold_warps",
-    "has_copy_engine",
-    "in_order",
-    "is_captured",
-    "is_concrete",
-    "is_exporting",
-    "is_graph_retained",
-    "is_hopper",
-    "is_traced",
-    "jit",
-    "launch",
-    "launcher",
-    "load_tensors",
-    "make_function",
-    "memory_order",
-    "multiprocessors",
-    "next_power_of_2",
-    "part_tile",
-    "register_limit",
-    "rehearsal",
-    "row_groups",
-    "run_once_differentiable",
-    "save_tensors",
-    "shared_memory",
-    "tl",
-    "triton",
-    "uneven",
-    "unknown_keyword",
-    "use_backend",
-    "use_triton",
-    "view_rows",
-    "weight_and_bias",
-    "why_not_triton",
-]
+from tigon.kernels.rows import (
+    cdiv,
+    dense_like,
+    dense_like_second,
+    empty_rows,
+    in_order,
+    memory_order,
+    next_power_of_2,
+    row_groups,
+    uneven,
+    view_rows,
+)

@@ -22,6 +22,14 @@ def check_tensors(name: str, **arguments: Any) -> None:
         raise ValueError(f"{name}: {argument} must be a tensor, got {type(value).__name__}{advice}.")
 
 
+def check_plain(name: str, /, **arguments: Any) -> None:
+    """Raise a ValueError for an argument that is no plain tensor or None: of a DTensor, kernels see a shard alone."""
+    check_tensors(name, **arguments)
+    for argument, value in arguments.items():
+        if hasattr(value, "device_mesh"):
+            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: pass to_local().")
+
+
 def check_no_shape(name: str, weight: Any) -> None:
     """Raise a ValueError if torch's normalized_shape was passed as the weight."""
     if isinstance(weight, int | tuple | list):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import differentiable, launcher, use_triton
+from tigon.kernels import dense_like, dense_like_second, differentiable, launcher, use_triton
 from tigon.ops.acts import ACTS, Act
-from tigon.ops.gated import _dense_like, _gated_bwd_kernel, _gated_fwd_kernel, launch_gated
+from tigon.ops.gated import _gated_bwd_kernel, _gated_fwd_kernel, launch_gated
 
 
 def activation(x: Tensor, act: Act, *, input_multiplier: float = 1.0, multiplier: float = 1.0) -> Tensor:
@@ -32,26 +32,18 @@ def activation_reference(x: Tensor, act: Act, *, input_multiplier: float = 1.0, 
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _activation_fwd_fake(x: Tensor, *_: Any) -> Tensor:
-    return _dense_like(x)
-
-
-@launcher(_activation_fwd_fake)
+@launcher(dense_like)
 def _activation_fwd(x: Tensor, act: str, input_multiplier: float, multiplier: float) -> Tensor:
-    y = _activation_fwd_fake(x)
+    y = dense_like(x)
     if y.numel():
         N = y.shape[-1] if y.dim() else 1
         launch_gated(_gated_fwd_kernel, (x, None, y), N, act, input_multiplier, multiplier, False)
     return y
 
 
-def _activation_bwd_fake(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return _dense_like(x)
-
-
-@launcher(_activation_bwd_fake)
+@launcher(dense_like_second)
 def _activation_bwd(dy: Tensor, x: Tensor, act: str, input_multiplier: float, multiplier: float) -> Tensor:
-    dx = _activation_bwd_fake(dy, x)
+    dx = dense_like(x)
     if dx.numel():
         N = dx.shape[-1] if dx.dim() else 1
         launch_gated(_gated_bwd_kernel, (dy, x, None, dx, None, None), N, act, input_multiplier, multiplier, False)

@@ -91,7 +91,7 @@ def relu2(g):
 
 @jit
 def sigmoid(g):
-    """1 / (1 + exp(-g))."""
+    """1 / (1 + exp(-g)), and its slope from exp(-|g|): 1 - s would lose all digits for s near 1."""
     e = tl.exp(-tl.abs(g))
     r = 1.0 / (1.0 + e)
     return tl.where(g >= 0, r, e * r), e * r * r

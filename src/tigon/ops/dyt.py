@@ -15,6 +15,7 @@ from tigon.kernels import (
     Plan,
     cdiv,
     check_tensors,
+    dense_like,
     differentiable,
     do_not_specialize,
     jit,
@@ -207,13 +208,9 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     return 2, block_n, warps, stages, resident
 
 
-def _dyt_fwd_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@launcher(_dyt_fwd_fake)
+@launcher(dense_like)
 def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    y = _dyt_fwd_fake(x, alpha, weight, bias)
+    y = dense_like(x)
     if y.numel() == 0:
         return y
     x = view_rows(x)

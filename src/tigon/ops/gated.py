@@ -15,6 +15,7 @@ from torch import Tensor
 from tigon.kernels import (
     Plan,
     cdiv,
+    dense_like,
     differentiable,
     jit,
     launch,
@@ -297,12 +298,7 @@ def launch_gated(
 
 def _gated_fwd_fake(gate: Tensor, up: Tensor | None, *_: Any) -> Tensor:
     # Contiguous for any strides of gate: the next product reads rows.
-    return _dense_like(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
-
-
-def _dense_like(x: Tensor) -> Tensor:
-    # A third of new_empty(x.shape)'s host time.
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dense_like(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
 
 
 @launcher(_gated_fwd_fake)
@@ -318,8 +314,8 @@ def _gated_bwd_fake(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float, need_dgate: bool,
     need_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dgate = _dense_like(gate) if need_dgate else gate.new_empty(0)
-    return dgate, _dense_like(gate) if need_dup and up is not None else gate.new_empty(0)
+    dgate = dense_like(gate) if need_dgate else gate.new_empty(0)
+    return dgate, dense_like(gate) if need_dup and up is not None else gate.new_empty(0)
 
 
 @launcher(_gated_bwd_fake)

@@ -23,16 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import (
-    cdiv,
-    jit,
-    launch,
-    launcher,
-    multiprocessors,
-    next_power_of_2,
-    register_limit,
-    tl,
-)
+from tigon.kernels import cdiv, dense_like, jit, launch, launcher, multiprocessors, next_power_of_2, register_limit, tl
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import gated_reference
 
@@ -381,16 +372,12 @@ def _backward(
     launch(_gated_lora_bwd_kernel, key, tensors, plan)
 
 
-def _gated_lora_fwd_fake(gate: Tensor, *_: Any) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@launcher(_gated_lora_fwd_fake)
+@launcher(dense_like)
 def _gated_lora_fwd(
     gate: Tensor, up: Tensor, tg: Tensor, tu: Tensor, bg: Tensor, bu: Tensor, scale_g: float, scale_u: float, act: str
 ) -> Tensor:
     M, N = gate.shape
-    y = gate.new_empty(gate.shape)
+    y = dense_like(gate)
     if not y.numel():
         return y
     tensors = gate, up, y, tg, tu, bg, bu

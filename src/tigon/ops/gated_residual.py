@@ -23,6 +23,7 @@ from tigon.kernels import (
     tl,
     use_triton,
 )
+from tigon.ops.acts import sigmoid
 from tigon.ops.example import ROWS, Example
 from tigon.ops.gated import choose_unit, laid_out
 
@@ -68,14 +69,6 @@ def gated_residual_reference(x: Tensor | None, gate: Tensor, f: Tensor) -> Tenso
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@jit
-def _sigmoid(g):
-    """Return sigmoid(g) and its slope, from exp(-|g|): 1 - s would lose all digits for s near 1."""
-    e = tl.exp(-tl.abs(g))
-    r = 1.0 / (1.0 + e)
-    return tl.where(g >= 0, r, e * r), e * r * r
-
-
 # A program computes BLOCK columns of a row, on a flat grid over (row, column block), as in `tigon.ops.gated`;
 # contiguous tensors arrive as a single long row.
 # g, f, x, y: row strides; x is None without a stream. N and the strides count UNIT elements, which shows their
@@ -90,7 +83,7 @@ def _gated_residual_fwd_kernel(
     mask = cols < N * tl.full((), UNIT, tl.int64)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     f = tl.load(f_ptr + row * stride_fm + cols, mask=mask, other=0.0).to(tl.float32)
-    s, _ = _sigmoid(g)
+    s, _ = sigmoid(g)
     y = s * f
     if x_ptr is not None:
         y += tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
@@ -110,7 +103,7 @@ def _gated_residual_bwd_kernel(
     mask = cols < N * tl.full((), UNIT, tl.int64)
     dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
-    s, slope = _sigmoid(g)
+    s, slope = sigmoid(g)
     if dg_ptr is not None:
         f = tl.load(f_ptr + row * stride_fm + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dg_ptr + row * stride_dgm + cols, (dy * f * slope).to(dg_ptr.dtype.element_ty), mask=mask)

@@ -20,6 +20,7 @@ from tigon.kernels import (
     Parts,
     Plan,
     cdiv,
+    dense_like,
     differentiable,
     do_not_specialize,
     find_sum_parts,
@@ -509,17 +510,13 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
     return *results, stats
 
 
-def _logprob_bwd_fake(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-@launcher(_logprob_bwd_fake, rest=_OPTIONS)
+@launcher(dense_like, rest=_OPTIONS)
 def _logprob_bwd(
     logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, *options: Any
 ) -> Tensor:
     # A new tensor: the caller owns the logits here. Chunked losses, which own their logits, call
     # `logprob_gradient_rows` in place.
-    dlogits = logits.new_empty(logits.shape)
+    dlogits = dense_like(logits)
     if logits.numel():
         rows = dlogits.view(-1, logits.shape[-1])
         dlogprob, dentropy = (None if d is None else d.reshape(-1) for d in (dlogprob, dentropy))

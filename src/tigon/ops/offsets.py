@@ -39,6 +39,29 @@ def check_offsets(name: str, offsets: Any, x: Tensor, count: int, what: str) -> 
             raise ValueError(f"{name}: offsets must ascend from 0 to {what}, {count}, got {offsets.tolist()[:8]}.")
 
 
+def check_documents(
+    name: str, argument: str, x: Tensor, offsets: Any, initial_state: Tensor | None, state: tuple[int, ...]
+) -> None:
+    """Raise a ValueError unless offsets, if any, describe documents in the only row of x, which is (batch, T, …).
+
+    argument: x's name. state: the shape of one state; initial_state, if any, has one for each document or sequence.
+    """
+    documents, tokens = x.shape[:2]
+    if offsets is not None:
+        if documents != 1:
+            raise ValueError(
+                f"{name}: {argument} must have a batch of 1 beside offsets, all documents in a row, got "
+                f"{tuple(x.shape)}."
+            )
+        check_offsets(name, offsets, x, tokens, f"the tokens of {argument}")
+        documents = offsets.shape[0] - 1
+    if initial_state is not None and initial_state.shape != (documents, *state):
+        raise ValueError(
+            f"{name}: initial_state must be {(documents, *state)}, a state of each sequence or document, got "
+            f"{tuple(initial_state.shape)}."
+        )
+
+
 # By offsets: (address, version, stream, capture), and the tables by their keys. A model's layers share them.
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

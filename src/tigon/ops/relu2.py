@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import differentiable, launcher, use_triton
+from tigon.kernels import dense_like, dense_like_second, differentiable, launcher, use_triton
 from tigon.ops.example import ROWS, Example
 from tigon.ops.gated import _gated_bwd_kernel, _gated_fwd_kernel, launch_gated
 
@@ -45,26 +45,18 @@ def relu2_reference(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _relu2_fwd_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@launcher(_relu2_fwd_fake)
+@launcher(dense_like)
 def _relu2_fwd(x: Tensor, multiplier: float) -> Tensor:
-    y = _relu2_fwd_fake(x, multiplier)
+    y = dense_like(x)
     if y.numel():
         N = y.shape[-1] if y.dim() else 1
         launch_gated(_gated_fwd_kernel, (x, None, y), N, "relu2", 1.0, multiplier, False)
     return y
 
 
-def _relu2_bwd_fake(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@launcher(_relu2_bwd_fake)
+@launcher(dense_like_second)
 def _relu2_bwd(dy: Tensor, x: Tensor, multiplier: float) -> Tensor:
-    dx = _relu2_bwd_fake(dy, x, multiplier)
+    dx = dense_like(x)
     if dx.numel():
         N = dx.shape[-1] if dx.dim() else 1
         tensors = (dy, x, None, dx, None, None)

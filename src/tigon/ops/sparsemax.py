@@ -18,6 +18,8 @@ from torch import Tensor
 from tigon.kernels import (
     Plan,
     cdiv,
+    dense_like,
+    dense_like_second,
     differentiable,
     do_not_specialize,
     jit,
@@ -214,13 +216,9 @@ def _bwd_tile(n: int) -> tuple[int, int, int]:
     )
 
 
-def _sparsemax_fwd_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@launcher(_sparsemax_fwd_fake)
+@launcher(dense_like)
 def _sparsemax_fwd(x: Tensor) -> Tensor:
-    y = _sparsemax_fwd_fake(x)
+    y = dense_like(x)
     if x.numel() == 0:
         return y
     x = view_rows(x)
@@ -240,13 +238,9 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
     return y
 
 
-def _sparsemax_bwd_fake(dy: Tensor, y: Tensor) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-@launcher(_sparsemax_bwd_fake)
+@launcher(dense_like_second)
 def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
-    dx = _sparsemax_bwd_fake(dy, y)
+    dx = dense_like(y)
     if y.numel() == 0:
         return dx
     dy, y = view_rows(dy), view_rows(y)

@@ -141,17 +141,23 @@ def order_labels(labels: Labels, source: Source) -> Labels:
     return Labels(labels.problem_type, [value for value, _ in pairs], [name for _, name in pairs])
 
 
-def load_classifier(options: TrainOptions, source: Source, labels: Labels, tokenizer: Any) -> Any:
-    """The model with a head for these labels: its own if that has the same labels, otherwise a new one."""
-    config, arguments = options.model, options.trainer
-    loading: dict[str, Any] = {"revision": config.model_revision, "dtype": config.dtype}
-    if config.attn_implementation:
-        loading["attn_implementation"] = config.attn_implementation
+def get_loading(options: TrainOptions) -> dict[str, Any]:
+    """The options for from_pretrained."""
+    config = options.model
+    loading = {"dtype": config.dtype, "revision": config.model_revision}
+    loading |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
     quantization = trl.get_quantization_config(config)
     if quantization is not None:
         device = PartialState().device
         place = (device.index or 0) if device.type == "cuda" else "cpu"
         loading |= {"quantization_config": quantization, "device_map": {"": place}}
+    return loading
+
+
+def load_classifier(options: TrainOptions, source: Source, labels: Labels, tokenizer: Any) -> Any:
+    """The model with a head for these labels: its own if that has the same labels, otherwise a new one."""
+    config, arguments = options.model, options.trainer
+    loading = get_loading(options)
     model = AutoModelForSequenceClassification.from_pretrained(
         source.name, id2label=dict(enumerate(labels.names)), problem_type=labels.problem_type,
         label2id={name: i for i, name in enumerate(labels.names)}, ignore_mismatched_sizes=True, **loading,
@@ -162,7 +168,7 @@ def load_classifier(options: TrainOptions, source: Source, labels: Labels, token
         return model
     import peft
 
-    if quantization is not None:
+    if "quantization_config" in loading:
         prepare: Any = peft.prepare_model_for_kbit_training
         model = prepare(model, arguments.gradient_checkpointing)
     adapters = trl.get_peft_config(config)

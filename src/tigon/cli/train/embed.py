@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import sentence_transformers as st
-from accelerate import PartialState
 from sentence_transformers.cross_encoder import losses as rerank_losses
 from sentence_transformers.sentence_transformer import losses as embed_losses
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
@@ -15,6 +14,7 @@ from transformers import set_seed
 
 from tigon.cli.model import Source
 from tigon.cli.problem import Problem, is_disk_full, is_out_of_memory, one_line
+from tigon.cli.train.classify import get_loading
 from tigon.cli.train.data import check_texts, find_columns, read_data
 from tigon.cli.train.options import TASKS, EmbedArguments, RerankArguments, TrainOptions, trl
 from tigon.cli.train.run import find_source, find_tokenizer, fuse_trainer
@@ -149,19 +149,6 @@ def load_reranker(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
     )  # fmt: skip
     set_padding(model, tokenizer)
     return model
-
-
-def get_loading(options: TrainOptions) -> dict[str, Any]:
-    """The options for from_pretrained."""
-    config = options.model
-    loading = {"dtype": config.dtype, "revision": config.model_revision}
-    loading |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-    quantization = trl.get_quantization_config(config)
-    if quantization is not None:
-        device = PartialState().device
-        place = (device.index or 0) if device.type == "cuda" else "cpu"
-        loading |= {"quantization_config": quantization, "device_map": {"": place}}
-    return loading
 
 
 def set_padding(model: Any, tokenizer: Any) -> None:

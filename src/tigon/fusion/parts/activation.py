@@ -25,7 +25,7 @@ from tigon.fusion.engine.patch import is_functorch_active, plain_forward
 from tigon.fusion.engine.probe import CASES, Case, build_probe, recognition, record_attempt, run, takes_one_argument
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.logits.recipe import DTYPES
-from tigon.fusion.parts.mlp import has_state
+from tigon.fusion.parts.mlp_formula import has_state
 from tigon.ops.activation import activation, activation_reference
 from tigon.ops.acts import ACTS, Act
 

@@ -39,7 +39,7 @@ from tigon.fusion.engine.patch import Patch, get_child, is_hooked
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.engine.rewrite import name_forward, parse_function
 from tigon.fusion.memory.recompute import without_recipes
-from tigon.fusion.parts.mlp import Gated
+from tigon.fusion.parts.mlp_formula import Gated
 from tigon.fusion.parts.norm import is_rms_norm, norm_fits
 from tigon.fusion.parts.norm_formula import Norm, RMSForm
 from tigon.fusion.parts.plain_linear import plain_layers

@@ -36,7 +36,7 @@ from tigon.fusion.engine.probe import (
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.fp8.layers import run_experts_in_fp8, why_not_in_fp8
 from tigon.fusion.logits.recipe import DTYPES
-from tigon.fusion.parts.mlp import has_state
+from tigon.fusion.parts.mlp_formula import has_state
 from tigon.fusion.parts.stacks import is_kept_in_mxfp4, read_stack, view_as_dense
 from tigon.kernels import autocast_dtype, use_triton
 from tigon.ops.acts import ACTS, Act

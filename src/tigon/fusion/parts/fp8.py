@@ -32,7 +32,7 @@ from tigon.fusion.fp8.options import FP8
 from tigon.fusion.parts.adapters import ADAPTERS
 from tigon.fusion.parts.experts import Experts
 from tigon.fusion.parts.lora_layers import lasting_reason
-from tigon.fusion.parts.mlp import Gated
+from tigon.fusion.parts.mlp_formula import Gated
 from tigon.fusion.parts.norm import is_rms_norm
 from tigon.fusion.parts.projections import find_groups
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.parts.mlp import Gated, recognize_mlp
+from tigon.fusion.parts.mlp_formula import Gated, recognize_mlp
 from tigon.fusion.parts.norm import recognize_norm
 from tigon.fusion.parts.norm_formula import Gate, Norm
 from tigon.fusion.parts.rotary_formula import Rotary, Turn, recognize_rotary

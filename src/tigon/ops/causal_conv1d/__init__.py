@@ -13,11 +13,11 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from tigon.kernels import check_tensors, use_triton
+from tigon.kernels import check_plain, use_triton
 from tigon.ops.causal_conv1d.launches import causal_conv1d_launch
 from tigon.ops.causal_conv1d.reference import causal_conv1d_reference
 from tigon.ops.example import Example
-from tigon.ops.offsets import check_offsets, find_documents
+from tigon.ops.offsets import check_documents, find_documents
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
 
@@ -89,13 +89,10 @@ def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, initial_state: Tensor | None,
     offsets: Tensor | None,
 ) -> None:  # fmt: skip
-    check_tensors("causal_conv1d", x=x, weight=weight, bias=bias, initial_state=initial_state)
-    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"causal_conv1d: {name} must be a plain tensor, got a DTensor: pass to_local().")
+    check_plain("causal_conv1d", x=x, weight=weight, bias=bias, initial_state=initial_state)
     if x.dim() != 3 or not x.dtype.is_floating_point:
         raise ValueError(f"causal_conv1d: x must be (B, T, C) floats, got {tuple(x.shape)} {x.dtype}.")
-    B, T, C = x.shape
+    C = x.shape[2]
     if weight.dim() != 2 or weight.shape[0] != C or not 2 <= weight.shape[1] <= MOST_TAPS:
         raise ValueError(
             f"causal_conv1d: weight must be ({C}, W), a row per channel of x {tuple(x.shape)} with W from 2 "
@@ -103,18 +100,12 @@ def _check(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"causal_conv1d: activation must be 'silu' or None, got {activation!r}.")
-    if offsets is not None:
-        if B != 1:
-            raise ValueError(f"causal_conv1d: x must be (1, T, C), documents in a single row, got {tuple(x.shape)}.")
-        check_offsets("causal_conv1d", offsets, x, T, "the tokens of x")
-    shapes = {"weight": weight.shape, "bias": (C,)}
-    shapes["initial_state"] = (B if offsets is None else offsets.shape[0] - 1, C, weight.shape[1] - 1)
+    check_documents("causal_conv1d", "x", x, offsets, initial_state, (C, weight.shape[1] - 1))
+    if bias is not None and bias.shape != (C,):
+        raise ValueError(f"causal_conv1d: bias must be ({C},), a number per channel, got {tuple(bias.shape)}.")
     for name, t in (("weight", weight), ("bias", bias), ("initial_state", initial_state)):
-        if t is not None and (t.shape != shapes[name] or not t.dtype.is_floating_point or t.device != x.device):
-            raise ValueError(
-                f"causal_conv1d: {name} must be {tuple(shapes[name])} floats on x's device {x.device}, got "
-                f"{tuple(t.shape)} {t.dtype} on {t.device}."
-            )
+        if t is not None and (not t.dtype.is_floating_point or t.device != x.device):
+            raise ValueError(f"causal_conv1d: {name} must be floats on {x.device}, got {t.dtype} on {t.device}.")
 
 
 EXAMPLES = {

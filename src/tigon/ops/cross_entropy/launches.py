@@ -10,6 +10,7 @@ from torch import Tensor
 from tigon.kernels import (
     Plan,
     cdiv,
+    dense_like_second,
     differentiable,
     find_sum_parts,
     is_traced,
@@ -271,11 +272,7 @@ def _cross_entropy_details_fwd(
     return _forward(logits, target, weight, divisor, reduction, True, *options)
 
 
-def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-@launcher(_bwd_fake, rest=_OPTIONS)
+@launcher(dense_like_second, rest=_OPTIONS)
 def _cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
 ) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors, differentiable, use_triton
+from tigon.kernels import check_plain, differentiable, use_triton
 from tigon.ops.embedding import SORTED
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import embedding_bag_bwd, embedding_bag_factors, embedding_bag_fwd
@@ -68,11 +68,8 @@ def embedding_bag(
         y = torch.stack([F.embedding_bag(values[:, f], t, mode="sum") for f, t in enumerate(tables)], 1)
     """
     name = "embedding_bag"
-    check_tensors(name, weight=weight, values=values, offsets=offsets, per_sample_weights=per_sample_weights,
-                  field_offsets=field_offsets)  # fmt: skip
-    for what, t in (("weight", weight), ("values", values), ("per_sample_weights", per_sample_weights)):
-        if hasattr(t, "to_local"):
-            raise ValueError(f"{name}: {what} must be a plain tensor, got a DTensor: pass to_local().")
+    check_plain(name, weight=weight, values=values, offsets=offsets, per_sample_weights=per_sample_weights,
+                field_offsets=field_offsets)  # fmt: skip
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise ValueError(f"{name}: weight must be (V, D) floats, got {tuple(weight.shape)} {weight.dtype}.")
     if grad not in ("dense", "rows"):

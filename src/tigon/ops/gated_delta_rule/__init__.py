@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors, use_triton
+from tigon.kernels import check_plain, use_triton
 from tigon.ops.example import Example
 from tigon.ops.gated_delta_rule.launches import gated_delta_rule_launch
 from tigon.ops.gated_delta_rule.reference import gated_delta_rule_reference, recurrent_gated_delta_rule
-from tigon.ops.offsets import check_offsets
+from tigon.ops.offsets import check_documents
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_reference", "recurrent_gated_delta_rule"]
 
@@ -85,10 +85,8 @@ def _check(
     offsets: Tensor | None,
 ) -> None:  # fmt: skip
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    check_tensors("gated_delta_rule", **given)
+    check_plain("gated_delta_rule", **given)
     for name, t in given.items():
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"gated_delta_rule: {name} must be a plain tensor, got a DTensor: pass to_local().")
         if t is not None and (t.device != q.device or not t.dtype.is_floating_point):
             raise ValueError(f"gated_delta_rule: {name} must be floats on {q.device}, got {t.dtype} on {t.device}.")
     if q.dim() != 4 or not 1 <= q.shape[3] <= WIDEST or not q.shape[2]:
@@ -110,16 +108,7 @@ def _check(
             raise ValueError(f"gated_delta_rule: {name} must be {(B, T, H)}, a number per head, got {tuple(t.shape)}.")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"gated_delta_rule: scale must be positive, got {scale}.")
-    if offsets is not None:
-        if B != 1:
-            raise ValueError(f"gated_delta_rule: offsets need B = 1, all documents in a row, got B = {B}.")
-        check_offsets("gated_delta_rule", offsets, q, T, "the tokens of q")
-    states = (B if offsets is None else offsets.shape[0] - 1, H, K, V)
-    if initial_state is not None and initial_state.shape != states:
-        raise ValueError(
-            f"gated_delta_rule: initial_state must be {states}, a state per head of each sequence or document, got "
-            f"{tuple(initial_state.shape)}."
-        )
+    check_documents("gated_delta_rule", "q", q, offsets, initial_state, (H, K, V))
 
 
 EXAMPLES = {

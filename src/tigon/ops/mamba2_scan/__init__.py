@@ -14,12 +14,12 @@ import math
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors, use_triton
+from tigon.kernels import check_plain, use_triton
 from tigon.ops.example import Example
 from tigon.ops.gated_delta_rule import WIDEST
 from tigon.ops.mamba2_scan.launches import mamba2_scan_launch
 from tigon.ops.mamba2_scan.reference import compute_steps, mamba2_scan_reference
-from tigon.ops.offsets import check_offsets
+from tigon.ops.offsets import check_documents
 
 __all__ = ["mamba2_scan", "mamba2_scan_reference"]
 
@@ -87,10 +87,8 @@ def _check(
     dt_limit: tuple[float, float], initial_state: Tensor | None, offsets: Tensor | None,
 ) -> None:  # fmt: skip
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "initial_state": initial_state}
-    check_tensors("mamba2_scan", **given)
+    check_plain("mamba2_scan", **given)
     for name, t in given.items():
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"mamba2_scan: {name} must be a plain tensor, got a DTensor: pass to_local().")
         if t is not None and (t.device != x.device or not t.dtype.is_floating_point):
             raise ValueError(f"mamba2_scan: {name} must be floats on {x.device}, got {t.dtype} on {t.device}.")
     if x.dim() != 4 or not x.shape[2] or not 1 <= x.shape[3] <= WIDEST:
@@ -113,16 +111,7 @@ def _check(
             raise ValueError(f"mamba2_scan: {name} must be {(H,)}, a number per head, got {tuple(weight.shape)}.")
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"mamba2_scan: dt_limit must be the smallest step and the largest, got {dt_limit}.")
-    if offsets is not None:
-        if batch != 1:
-            raise ValueError(f"mamba2_scan: offsets need batch = 1, all documents in a row, got {batch}.")
-        check_offsets("mamba2_scan", offsets, x, T, "the tokens of x")
-    states = (batch if offsets is None else offsets.shape[0] - 1, H, P, B.shape[3])
-    if initial_state is not None and initial_state.shape != states:
-        raise ValueError(
-            f"mamba2_scan: initial_state must be {states}, a state per head of each sequence or document, got "
-            f"{tuple(initial_state.shape)}."
-        )
+    check_documents("mamba2_scan", "x", x, offsets, initial_state, (H, P, B.shape[3]))
 
 
 EXAMPLES = {

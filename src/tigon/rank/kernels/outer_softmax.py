@@ -18,6 +18,8 @@ from torch import Tensor
 from tigon.kernels import (
     Plan,
     cdiv,
+    dense_like,
+    dense_like_second,
     differentiable,
     do_not_specialize,
     jit,
@@ -265,13 +267,9 @@ def _outer_softmax_fwd(qkv: Tensor, temperature: float, residual: bool) -> Tenso
     return y
 
 
-def _outer_softmax_bwd_fake(dy: Tensor, qkv: Tensor, temperature: float, residual: bool) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-@launcher(_outer_softmax_bwd_fake)
+@launcher(dense_like_second)
 def _outer_softmax_bwd(dy: Tensor, qkv: Tensor, temperature: float, residual: bool) -> Tensor:
-    dx = _outer_softmax_bwd_fake(dy, qkv, temperature, residual)
+    dx = dense_like(qkv)
     if qkv.numel() == 0:
         return dx
     dy, x = view_rows(dy), view_rows(qkv)

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from tigon.kernels import cdiv, check_tensors, use_triton
+from tigon.kernels import cdiv, check_plain, check_tensors, use_triton
 from tigon.retrieve.scan.bits import RowBits
 from tigon.retrieve.scan.coded import _coded_topk
 from tigon.retrieve.scan.codes import CodedItems
@@ -139,10 +139,8 @@ def filtered_topk(
 
 
 def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None) -> None:
-    check_tensors("filtered_topk", query=query, items=items)
+    check_plain("filtered_topk", query=query, items=items)
     for name, t in (("query", query), ("items", items)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"filtered_topk: {name} must be a plain tensor, got a DTensor: pass to_local().")
         if t.dim() != 2 or t.shape[1] < 1:
             raise ValueError(
                 f"filtered_topk: {name} must have two dimensions, (B, D) for query and (N, D) for items, D at least 1, "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_dtype, check_tensors, use_triton
+from tigon.kernels import autocast_dtype, check_plain, use_triton
 from tigon.losses.head.head import Head
 from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
@@ -69,7 +69,7 @@ def item_softmax(
         loss = F.cross_entropy((query @ items.T).float() * scale + bias, target)
     """
     name = "item_softmax"
-    check_tensors(name, query=query, items=items, target=target, bias=bias)
+    check_plain(name, query=query, items=items, target=target, bias=bias)
     check_options(name, reduction, 0.0, None, scale, None)
     check_pair(name, query, items)
     check_bias(name, "bias", bias, items)
@@ -133,9 +133,6 @@ def check_pair(name: str, query: Tensor, items: Tensor) -> None:
         )
     if items.device != query.device:
         raise ValueError(f"{name}: items must be on query's device {query.device}, got {items.device}.")
-    for argument, t in (("query", query), ("items", items)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: pass to_local().")
 
 
 def check_bias(name: str, argument: str, bias: Tensor | None, items: Tensor) -> None:
