@@ -160,10 +160,15 @@ def touch(rank, world, device):
         tigon.dequantize_experts(model)
     layer.unshard()
     read = experts.gate_up_proj.shape
+    with pytest.raises(ValueError, match="must be whole, and is sharded: dequantize before sharding"):
+        tigon.dequantize_experts(model)
     layer.reshard()
     dense = fsdp(mixture("dense", all_chosen=False).to(device), device)
-    with pytest.raises(ValueError, match="must be whole, and is sharded: quantize before sharding"):
-        tigon.quantize_experts(dense)
+    for gathers in (False, True):
+        if gathers:
+            base_of(dense).model.layers[1].unshard()
+        with pytest.raises(ValueError, match="must be whole, and is sharded: quantize before sharding"):
+            tigon.quantize_experts(dense)
     return read
 
 

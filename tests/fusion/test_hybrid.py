@@ -264,6 +264,22 @@ def test_what_cannot_keep_documents_apart_says_so(models, device):
         model.model.layers[0].linear_attn.activation = "silu"
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "bamba"])
+def test_a_packed_batch_with_a_cache_is_refused(name, models, device):
+    model, rows = models[name], documents(device)
+    skip_without_keywords(model, name)
+    cache = next(c for c in packs.CACHES if c in inspect.signature(model.forward).parameters)
+    filled = model(rows[0][None], use_cache=True)[cache]
+    with tigon.fuse(model):
+        for offsets in (True, False):
+            for given in (T.DynamicCache(config=model.config), filled):
+                if offsets or given is not filled:  # positions behind a filled cache are no pack
+                    with pytest.raises(ValueError, match="must come without a cache, which would hold the state of"):
+                        model(**pack(rows, offsets=offsets), **{cache: given})
+        alone = model(rows[0][None], **{cache: T.DynamicCache(config=model.config)}).logits  # not packed
+    torch.testing.assert_close(alone, model(rows[0][None]).logits)
+
+
 class Strict(T.Lfm2Model):
     """Takes no further arguments, and so hands none on."""
 
@@ -294,7 +310,7 @@ def bring_positions(row):
 def assert_stopped(run, row):
     """An assertion on a GPU would end the process."""
     if not row.is_cuda:
-        with pytest.raises(RuntimeError, match="must come with cu_seq_lens_q beside position_ids"):
+        with pytest.raises(RuntimeError, match="cu_seq_lens_q beside position_ids that restart; a batch that is not packed"):
             run()
 
 
@@ -312,6 +328,7 @@ def test_a_capture_counts_no_documents_in_positions(models, device, monkeypatch)
 
 def test_a_compiled_call_may_bring_positions(models, device):
     model, rows = models["lfm2"], documents(device)
+    skip_without_keywords(model, "lfm2")
     alone = bring_positions(rows[0])
     want = model(**alone).logits
     with tigon.fuse(model):

@@ -12,7 +12,7 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import Experts, recognize_experts
 from tigon.fusion.parts.lora_layers import adapts_parameter
-from tigon.fusion.parts.sharded_rows import is_dtensor
+from tigon.fusion.parts.sharded_rows import list_inside_fsdp
 from tigon.fusion.parts.stacks import find_quantized, list_quantized, refuse_to_merge, replace_stack
 from tigon.fusion.stored_mxfp4 import take_over_mxfp4
 from tigon.ops.experts.quantized import Format, QuantizedExperts, find_layout
@@ -35,8 +35,9 @@ def quantize_experts(
             the stack's device: a model that does not fit on a GPU can be loaded on the CPU, quantized with
             device="cuda", and moved.
     Returns: the names of the modules whose stacks are in 4 bits now. Modules that already were are left alone.
-    Raises: ValueError for another format, for a fused model, for stacks with gradients, for sharded stacks, for layers
-        in MXFP4 with hooks or a part of the experts, and for a model without stacked experts of a known formula.
+    Raises: ValueError for another format, for a fused model, for stacks with gradients, for sharded stacks, also where
+        FSDP has gathered them, for layers in MXFP4 with hooks or a part of the experts, and for a model without stacked
+        experts of a known formula.
 
     The attributes stay: `experts.gate_up_proj` is a parametrization of `torch.nn.utils.parametrize`, and gives the
     dense weight to any code that asks. In `state_dict()`, `gate_up_proj` becomes
@@ -48,6 +49,7 @@ def quantize_experts(
     """
     find_layout(format)
     names, reasons = take_over_mxfp4(model, format), []
+    inside = list_inside_fsdp(model)
     for name, module, formula in list(_find_experts(model)):
         if isinstance(formula, Reason):
             reasons.append(f"{name}: {formula}")
@@ -57,6 +59,10 @@ def quantize_experts(
                 "quantize_experts: model must not be fused: call tigon.quantize_experts before tigon.fuse."
             )
         for stack in (formula.gate_up, formula.down):
+            if module in inside or _is_sharded(module._parameters[stack]):
+                raise ValueError(
+                    f"quantize_experts: {name}.{stack} must be whole, and is sharded: quantize before sharding."
+                )
             _quantize_stack(module, stack, f"{name}.{stack}", formula.by_columns, format, device)
         names.append(name)
     for module, name in _list_merges(model):
@@ -89,13 +95,15 @@ def _quantize_stack(
     module: nn.Module, name: str, path: str, by_columns: bool, format: Format, device: torch.device | str | None
 ) -> None:
     weight: Any = module._parameters[name]
-    if hasattr(weight, "device_mesh") or hasattr(weight, "ds_id"):
-        raise ValueError(f"quantize_experts: {path} must be whole, and is sharded: quantize before sharding.")
     if weight.grad is not None:
         raise ValueError(f"quantize_experts: {path} must be frozen, and has a gradient.")
     logical: Tensor = weight.detach().transpose(1, 2) if by_columns else weight.detach()
     quantized = QuantizedExperts.quantize(logical.to(device), format, by_columns=by_columns).to(weight.device)
     replace_stack(module, name, quantized, weight.dtype)
+
+
+def _is_sharded(weight: Any) -> bool:
+    return hasattr(weight, "device_mesh") or hasattr(weight, "ds_id")
 
 
 def _list_merges(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -110,9 +118,10 @@ def _list_merges(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def dequantize_experts(model: nn.Module) -> list[str]:
     """Put dense weights, in the dtype that they had, in the place of all 4-bit experts; return the modules' names.
 
-    Raises: ValueError for a fused model, for sharded stacks, and for a stack that other parametrizations change.
+    Raises: ValueError for a fused model, for sharded stacks, also where FSDP has gathered them, and for a stack that
+        other parametrizations change.
     """
-    names = []
+    names, inside = [], list_inside_fsdp(model)
     merges = _list_merges(model)
     for name, module in model.named_modules():
         quantized = list_quantized(module)
@@ -124,9 +133,11 @@ def dequantize_experts(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"dequantize_experts: {name} must have no parametrizations but 4-bit stacks, and has others."
             )
-        sharded = next((stack for stack, q in quantized.items() if is_dtensor(q.packed)), None)
-        if sharded is not None:
-            raise ValueError(f"dequantize_experts: {name}.{sharded} must be whole, and is sharded.")
+        sharded = next((stack for stack, q in quantized.items() if module in inside or _is_sharded(q.packed)), None)
+        if sharded is not None:  # gathered, too: FSDP would not know of the dense weights
+            raise ValueError(
+                f"dequantize_experts: {name}.{sharded} must be whole, and is sharded: dequantize before sharding."
+            )
         dense = {stack: getattr(module, stack).contiguous() for stack in quantized}
         # torch's remove_parametrizations would delete the attributes of the class, which copies of the module share.
         del module._modules["parametrizations"]

@@ -36,7 +36,11 @@ DENSE = (None, "eager", "sdpa", "flex_attention")
 FUNCTIONS = ("or_mask_function", "and_mask_function")
 NO_OFFSETS = (
     "fuse: a compiled or captured packed batch of a model with recurrences must come with cu_seq_lens_q beside "
-    "position_ids that restart."
+    "position_ids that restart; a batch that is not packed, with an attention_mask, or without position_ids."
+)
+NO_CACHE = (
+    "fuse: a packed batch of a model with recurrences must come without a cache, which would hold the state of several "
+    "documents: leave past_key_values out."
 )
 CHANGES = (*FUNCTIONS, "block_sequence_ids")
 
@@ -89,10 +93,14 @@ class PackedForward:
         self.names = code.co_varnames[1 : code.co_argcount]
 
     def __call__(self, ledger: Ledger, module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Raises: ValueError for a packed batch with a cache, if mixers have a state."""
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         documents = read_documents(arguments) if len(args) <= len(self.names) else None
         if documents is None and self.defers and not self.has_decoder and len(args) <= len(self.names):
             documents = self._read_rows(module.config, arguments)
+        are_rows = isinstance(documents, Documents) and (documents.are_rows or documents.offsets is None)
+        if self.has_state and documents is not None and not are_rows and find_cache(arguments) is not None:
+            raise ValueError(NO_CACHE)
         outer, _running.call = _running.call, None
         try:
             if isinstance(documents, Documents) and documents.offsets is None and self.has_state:
@@ -111,9 +119,7 @@ class PackedForward:
                     arguments["position_ids"] = documents.get_positions()
                 if self.has_state:
                     # Layers hand them on. A cache would hold the states of several documents.
-                    arguments["cu_seq_lens_q"] = documents.offsets
-                    if find_cache(arguments) is None:
-                        arguments["use_cache"] = False
+                    arguments["cu_seq_lens_q"], arguments["use_cache"] = documents.offsets, False
                 if documents.offsets is not None and not torch.compiler.is_compiling():
                     self._warn_of_leaks(module)
                 return self.forward(module, **arguments)

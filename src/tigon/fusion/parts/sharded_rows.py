@@ -34,6 +34,13 @@ def is_alone_in_shards(module: Any) -> bool:
     return _is_of_torch(type(module), "FullyShardedDataParallel")
 
 
+def list_inside_fsdp(model: nn.Module) -> set[nn.Module]:
+    """The modules inside units of FSDP, whether their weights are gathered now or not."""
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    units = [m for m in model.modules() if any(_is_of_torch(kind, name) for kind in type(m).__mro__ for name in names)]
+    return {m for unit in units for m in unit.modules()}
+
+
 def _is_of_torch(kind: type, name: str) -> bool:  # by its name, since an import of FSDP takes long
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed.")
 
