@@ -12,9 +12,9 @@ LINES = {  # to the next 50
     "src/tigon/cli": 5800,  # export, comparison with a run, classifiers and embedding models, images, experts in 4 bits
     "src/tigon/compress": 2500,
     "src/tigon/data": 1650,
-    "src/tigon/fusion": 15350,  # packed batches, whole layers, recurrences, images, adapted experts, relu layers
+    "src/tigon/fusion": 15400,  # packed batches, whole layers, recurrences, images, adapted experts, relu layers
     "src/tigon/graph": 1250,
-    "src/tigon/integrations": 5150,  # training without padding, also with images, captured steps, sentence-transformers
+    "src/tigon/integrations": 5200,  # training without padding, also with images, captured steps, sentence-transformers
     "src/tigon/kernels": 1850,
     "src/tigon/losses": 9150,
     "src/tigon/nn": 520,
@@ -22,7 +22,7 @@ LINES = {  # to the next 50
     "src/tigon/rank": 15150,
     "src/tigon/retrieve": 18300,
     "src/tigon/training": 2550,
-    "tests": 76650,
+    "tests": 76800,
     "benchmarks": 18900,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

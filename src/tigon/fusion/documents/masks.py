@@ -169,7 +169,10 @@ class PackedCall:
 
 
 class _Running(threading.local):
-    call: PackedCall | None = None
+    # Set in each thread, not on the class: torch.compile guards whether the thread has the attribute, and a forward
+    # that sets it would fail its own guard.
+    def __init__(self) -> None:
+        self.call: PackedCall | None = None
 
 
 _running = _Running()

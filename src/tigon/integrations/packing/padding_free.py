@@ -41,6 +41,8 @@ IMAGES = {
     "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes",
     "second_per_grid_ts", "image_position_ids", "video_position_ids",
 }  # fmt: skip
+TYPES = ("mm_token_type_ids", "token_type_ids")  # not 0 at images
+TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 MROPE = "compute_3d_position_ids"  # a backbone's own positions of images, in three rows
 DOCUMENTS = "documents"  # the part of tigon.fuse whose attention takes packed rows
 PACKED = ("cu_seq_lens_q", "shared_prefix")  # arguments of a batch that is packed already
@@ -48,6 +50,7 @@ PROBE = 8  # tokens of a sample
 # Of the norm: rounding in bf16 changes less, also where it moves a token to another expert; a sample that is read more.
 LEAST_CHANGE = 3e-2
 SHARDED = "its weights are not in memory as a whole, which a test of its packed rows needs"
+SHARDED_IMAGES = "its weights are sharded, so packed rows with images and a dense mask cannot be compared"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -60,13 +63,15 @@ class PaddingFree:
         tokens, padded: counters to add to: the tokens "real", those of the rows "padded", and those "computed"; and
             calls that ran with their padding, by reason.
         context: the context in which the trainer calls the model, such as autocast.
+        is_dense: whether attention takes a dense mask for a packed row: then images stay padded while the weights are
+            sharded, since no batch can be compared.
     Raises: ValueError for a model that mixes the samples in a packed row, with the reason. Three calls with a few
         tokens find this out.
     """
 
     def __init__(
         self, model: nn.Module, packing: Packing, tokens: Counter[str], padded: Counter[str],
-        context: Callable[[], Any] = contextlib.nullcontext,
+        context: Callable[[], Any] = contextlib.nullcontext, is_dense: bool = True,
     ) -> None:  # fmt: skip
         backbone = find_backbone(model)
         reason = why_not_packed(model) or probe_packing(backbone, context)
@@ -74,8 +79,9 @@ class PaddingFree:
             raise ValueError(reason)
         assert backbone is not None  # why_not_packed looked
         self.backbone, self.packing, self.tokens, self.padded = backbone, packing, tokens, padded
-        self.context, self.active = context, True
-        self._why_images: str | None = None  # known after the first batch with images
+        self.context, self.is_dense, self.active = context, is_dense, True
+        self._why_images = ""
+        self._compared: set[Any] = set()  # the forms of batches with images that were found right
         self._names = list(inspect.signature(type(backbone).forward).parameters)[1:]
         self.own: Callable[..., Any] = backbone.forward
         self._before = vars(backbone).get("forward")
@@ -136,10 +142,12 @@ class PaddingFree:
             return self.own(*args, **kwargs)
         place = torch.stack([rows * keep.shape[1] + columns, columns]).to(ids.device, non_blocking=True)
         if not IMAGES.isdisjoint(given):
-            if self._why_images is None:
-                self._why_images = self._probe_images(given, ids, keep, place)
-            if self._why_images:
-                self.padded[self._why_images] += 1
+            why = SHARDED_IMAGES if self.is_dense and is_sharded(self.backbone) else self._why_images
+            if not why and (form := self._describe_images(given, ids)) not in self._compared:
+                why = self._why_images = self._probe_images(given, ids, keep, place)
+                self._compared.add(form)
+            if why:
+                self.padded[why] += 1
                 self.tokens["computed"] += keep.numel()
                 return self.own(*args, **kwargs)
         self.tokens["computed"] += real
@@ -198,10 +206,25 @@ class PaddingFree:
             outputs.router_logits = tuple(unpack(rows) for rows in outputs.router_logits)
         return outputs
 
+    def _describe_images(self, given: dict[str, Any], ids: Tensor) -> Any:
+        """The form of a batch with images: what it brings, and whether images are in its first row, in later rows.
+
+        A packed row that is right for one form may be wrong for another: a single sample cannot mix with others.
+        """
+        names = frozenset(IMAGES.intersection(given))
+        kinds = next((given[name] for name in TYPES if name in given), None)
+        if kinds is None:
+            config: Any = self.backbone.config
+            known = [v for k, v in vars(config).items() if k.endswith(TOKENS) and isinstance(v, int)]
+            kinds = torch.isin(ids, ids.new_tensor(known)) if known and ids.dim() == 2 else torch.ones_like(ids)
+        first, *others = (kinds != 0).flatten(1).any(1).tolist()
+        return names, first, any(others), len(others) > 0
+
     def _probe_images(self, given: dict[str, Any], ids: Tensor, keep: Tensor, place: Tensor) -> str:
         """Why packed rows with images are wrong; empty if they are right, by the numbers of a batch.
 
-        Sharded weights are not probed: other processes, whose batches have no images, would not take part.
+        Sharded weights are not probed: other processes, whose batches have no images, would not take part. Attention by
+        the samples' offsets keeps samples apart by itself.
         """
         if is_sharded(self.backbone):
             return ""
@@ -242,8 +265,8 @@ def drop_padding(
     context: Callable[[], Any] = contextlib.nullcontext,
 ) -> PaddingFree | str:  # fmt: skip
     """A fused model's PaddingFree, or why it has none. With "auto" a dense mask is a reason."""
-    reason = why_dense(fusion.report(), model) if packing == "auto" else ""
-    if reason:
+    reason = why_dense(fusion.report(), model)
+    if reason and packing == "auto":
         return reason
 
     @contextlib.contextmanager
@@ -252,7 +275,7 @@ def drop_padding(
             yield
 
     try:
-        return PaddingFree(model, packing, tokens, padded, probing)
+        return PaddingFree(model, packing, tokens, padded, probing, bool(reason))
     except ValueError as error:
         return str(error)
 
