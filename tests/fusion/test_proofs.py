@@ -466,7 +466,7 @@ def test_many_layers_are_probed_once(family, monkeypatch):
     from tigon.fusion.engine import probe
 
     runs, run = [], probe.run
-    for name in ("norm_formula", "norm_eps", "mlp", "activation", "experts", "rotary_formula"):
+    for name in ("norm_formula", "norm_eps", "mlp_formula", "activation", "experts", "rotary_formula"):
         monkeypatch.setattr(
             f"tigon.fusion.parts.{name}.run", lambda *args, **options: runs.append(1) or run(*args, **options)
         )
