@@ -490,6 +490,26 @@ def test_checkpointed_layers_that_draw_random_numbers_are_not_captured(place, tm
     same(got, plain)
 
 
+class Sees(LlamaForCausalLM):
+    def forward(self, *args, pixel_values=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_batches_with_images_are_not_captured(recorded, tmp_path):
+    """A graph's shapes say nothing of the images' sizes, by which a tower computes on the host."""
+
+    def run(captured):
+        data = [{**row, "pixel_values": torch.ones(3, 4, 4)} for row in rows()]
+        return train(make(tmp_path, Sees(llama().config), data, remove_unused_columns=False), captured)
+
+    torch.manual_seed(0)
+    plain = run(False)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="uncaptured, since a tower reads the sizes of images on the host"):
+        got = run(True)
+    same(got, plain)
+
+
 def test_trainers_that_read_results_on_the_host_are_named(recorded, tmp_path):
     pytest.importorskip("trl")
     import trl_cases

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.fusion.shared_prefix.attention import _find_window
 from tigon.install import install
+from tigon.integrations.packing.padding_free import IMAGES
 from tigon.integrations.sam import MicroBatchSAMCallback
 from tigon.kernels import rehearsal
 from tigon.training.capture import GraphStep, graph_step
@@ -174,6 +175,9 @@ class CapturedSteps(TrainerCallback):
             self._give_up(
                 "a checkpointed layer draws random numbers, whose state is saved on the host: dropout or noise"
             )
+            return None
+        if not IMAGES.isdisjoint(inputs):
+            self._give_up("a tower reads the sizes of images on the host, which no graph replays")
             return None
         if not model.training:  # after an evaluation; a replay runs no Python that would see to it
             model.train()
