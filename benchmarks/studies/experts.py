@@ -1,7 +1,10 @@
 """Full training of experts: `tigon.moe_mlp` beside every implementation that runs here, at the layers of three models.
 
-    python benchmarks/studies/experts.py --output results           about 90 s on an H200
+    python benchmarks/studies/experts.py --output results
+    python benchmarks/studies/experts.py --output results --layers Qwen3-30B-A3B --sides tigon,sonic
     python benchmarks/studies/experts.py --output results --tiny    small layers, for a look at the script on a CPU
+
+SonicMoE and Liger tune their kernels when first called: minutes for a layer, with no rows of that layer before the end.
 
 A row is forward and backward of one layer with gradients of tokens, choices' weights and both stacks; its result is
 compared with fp64 in the same run. The sides are those of benchmarks/cases/experts.py: a loop over the experts,
@@ -37,10 +40,11 @@ LAYERS = {
 }
 
 
-def list_cases(is_tiny: bool) -> list[Case]:
+def list_cases(names: Sequence[str], is_tiny: bool) -> list[Case]:
+    layers = [LAYERS[name] for name in names]
     if is_tiny:
-        return [Case(OPS[op], (48, 32, 16, 4, 2), torch.float32) for op, _ in LAYERS.values()][1:]
-    return [Case(OPS[op], (TOKENS, *layer)) for op, layer in LAYERS.values()]
+        return [Case(OPS[op], (48, 32, 16, 4, 2), torch.float32) for op, _ in layers]
+    return [Case(OPS[op], (TOKENS, *layer)) for op, layer in layers]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
     parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
     parser.add_argument("--sides", default=",".join(SIDES), help="separated by commas; default: all")
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=LAYERS, help="models; default: all")
     parser.add_argument("--tiny", action="store_true", help="small layers, measured briefly")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceilings = measure_ceilings(device, settings)
     start = time.monotonic()
     rows: list[Any] = []
-    for case in list_cases(options.tiny):
+    for case in list_cases(options.layers, options.tiny):
         chosen = choose(case.op, options.sides.split(","), device)
         # Where SonicMoE cannot be imported its row says why.
         rows += run_case(case, device, ceilings, implementations=chosen, settings=settings)
