@@ -181,7 +181,7 @@ PRODUCT = re.compile(r"( *).*warp_group_dot (%\w+), (%\w+),")
 PENDING = re.compile(r"( *).*warp_group_dot_wait .*pendings = (\d+)")
 
 
-def overtaken(asm: dict[str, Any], warps: int) -> int:
+def count_overtaken(asm: dict[str, Any], warps: int) -> int:
     """The number of buffers whose tiles a loop's copies may overwrite while a product still reads them.
 
     Triton 3.6 and 3.7 give a load one tile too few where both a product in flight and registers use what it loads. With
@@ -205,12 +205,12 @@ def overtaken(asm: dict[str, Any], warps: int) -> int:
         elif (found := PENDING.match(line)) and int(found[2]):
             pending.add(len(found[1]))
     read = {(buffer, indent) for buffer, indent in read if buffer in refilled and indent > depth[buffer]}
-    if warps > 4 and read and not guarded(asm["ptx"]):
+    if warps > 4 and read and not is_guarded(asm["ptx"]):
         return len(read)
     return sum(indent in pending and filled[buffer] >= tiles[buffer] for buffer, indent in read)
 
 
-def guarded(ptx: str) -> bool:
+def is_guarded(ptx: str) -> bool:
     """Whether all warps meet between a wait for products and the next copy to shared memory."""
     waited = False
     for line in ptx.splitlines():
@@ -249,7 +249,7 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     counts |= {"wide_stores": sum(stores), "narrow_stores": len(stores) - sum(stores)}
     counts |= {"exponentials": exponentials(asm["ptx"]), "undefined_halves": undefined_halves(asm["ptx"])}
     return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm),
-            "overtaken": overtaken(asm, compiled.metadata.num_warps)}  # fmt: skip
+            "overtaken": count_overtaken(asm, compiled.metadata.num_warps)}  # fmt: skip
 
 
 def compile_launches(target: GPUTarget, brief: str | None = None, only: Collection[str] = ()) -> list[dict[str, Any]]:

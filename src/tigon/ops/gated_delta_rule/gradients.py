@@ -173,7 +173,7 @@ def _keys_kernel(
             if from_b_ptr is not None:
                 read = tl.dot(dx, tl.trans(S), read, input_precision=PRECISION)
         if dg_ptr is not None:
-            # A loop of its own: Triton 3.6 and 3.7 overwrite a tile too early that both products and registers use.
+            # A separate loop: Triton 3.6 and 3.7 overwrite a tile too early that products and registers both use.
             for first in range(0, V, BLOCK_V):
                 at_state = (slot.to(tl.int64) * H + h) * (K * V) + row * V
                 S = load_tile(states_ptr, at_state, row < K, first, V, BLOCK_V)
